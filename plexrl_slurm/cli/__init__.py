@@ -1,0 +1,1 @@
+"""``plexrl``: thin commands; each reads flags, calls one function, prints one answer."""

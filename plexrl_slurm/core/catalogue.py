@@ -1,0 +1,35 @@
+"""Models that a partition offers, as plain values. Reading them from disk is ``settings``' work."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """One catalogue entry: a Hugging Face model folder, and what it weighs."""
+
+    #: What users write as ``base_model``.
+    name: str
+    #: Folder with ``config.json``, ``*.safetensors`` and a tokenizer.
+    path: str
+    #: ``float32`` or ``bfloat16``: dtype of the device weights.
+    dtype: str
+    #: Longest prompt plus completion, in tokens.
+    max_context_length: int
+    #: Rows of the embedding; a token id must be below it.
+    vocab_size: int
+    #: Number of parameters, tied ones once.
+    parameters: int
+    #: Same for two entries that can share a skeleton or an engine slot: hash of the
+    #: ``config.json`` fields that shape tensors, and the dtype.
+    architecture: str
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of the sampling weights."""
+        return self.parameters * (4 if self.dtype == "float32" else 2)
+
+    @property
+    def train_bytes(self) -> int:
+        """Bytes of a full training image: weights, fp32 master, Adam m and v, open gradients."""
+        width = 4 if self.dtype == "float32" else 2
+        return self.parameters * (width + 4 + 8 + width)

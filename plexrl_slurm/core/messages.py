@@ -1,0 +1,314 @@
+"""The scheduler's whole vocabulary: events in, instructions out.
+
+All are plain values. ``cause`` names what set a chain off (a request, a timer, a lost
+node); it is carried into logs and ledger rows but ignored by ``==``, so tests compare
+what matters. ``at_us`` is the instant of an event, UTC microseconds; the core has no clock.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TypeAlias
+
+from plexrl_slurm.core.ids import CallId, CauseId, DeploymentId, JobId, WpgId
+
+
+class Pool(StrEnum):
+    """Which part of a hold a WPG lives in."""
+
+    TRAIN = "train"
+    ROLLOUT = "rollout"
+
+
+class FunctionKind(StrEnum):
+    """The LLM functions a job may call."""
+
+    CREATE = "create"
+    FORWARD = "forward"
+    FORWARD_BACKWARD = "forward_backward"
+    OPTIM_STEP = "optim_step"
+    SAVE_STATE = "save_state"
+    LOAD_STATE = "load_state"
+    #: ``save_weights_for_sampler``: the training side's half of a weight sync.
+    PUBLISH = "publish"
+    SAMPLE = "sample"
+
+
+#: Functions that leave the deployment's state as it was. Reads of one deployment may share.
+READS = frozenset(
+    {FunctionKind.FORWARD, FunctionKind.SAMPLE, FunctionKind.SAVE_STATE, FunctionKind.PUBLISH}
+)
+#: Functions that change the image: after them it is dirty and must be saved when it leaves.
+WRITES = frozenset(FunctionKind) - READS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wpg:
+    """A worker process group: GPUs that always work on the same function."""
+
+    id: WpgId
+    pool: Pool
+    #: GPUs (slots on a CPU-only machine) it occupies; every microsecond of it counts this often.
+    gpus: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """A training deployment, or a snapshot that is sampled: what can be resident on a WPG."""
+
+    id: DeploymentId
+    job: JobId
+    pool: Pool
+    #: Its home, which it never leaves.
+    wpg: WpgId
+    #: Bytes that a switch moves when it is clean (in) or dirty (in and out).
+    image_bytes: int
+    #: Deployments of equal content share residency (the same base model sampled by two jobs).
+    content: str
+    #: Scheduling weight of the job.
+    priority: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One accepted call. ``(deployment, seq)`` is its identity; a sample's seq is arrival order.
+
+    A training deployment's calls take effect in the order of ``seq``, from 0 (create) on
+    without holes, whatever order they arrive in.
+    """
+
+    id: CallId
+    deployment: DeploymentId
+    job: JobId
+    kind: FunctionKind
+    seq: int
+    #: Tokens it touches, for estimates and for splitting shared busy time.
+    tokens: int = 0
+    #: The server splits a long call into so many parts; each is run, and scheduled, by itself.
+    parts: int = 1
+    #: A call that is known to fail (bad input). It waits for its turn, then fails without
+    #: occupying a GPU, so that its seq is consumed.
+    doomed: bool = False
+
+
+class Activity(StrEnum):
+    """What a held GPU-microsecond was spent on. held = the sum of these."""
+
+    BUSY = "busy"
+    SWITCH = "switch"
+    #: The WPG waits for the resident's next call (anticipatory hold).
+    KEPT = "kept"
+    IDLE = "idle"
+    DOWN = "down"
+
+
+# ---- events -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """Base of every event and instruction."""
+
+    cause: CauseId = field(compare=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event(Message):
+    """A fact."""
+
+    at_us: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WpgHeld(Event):
+    """A WPG belongs to the partition from now on; DOWN until :class:`WpgUp`."""
+
+    wpg: Wpg
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WpgUp(Event):
+    """The gang is ready. What it says it has, it has (after a daemon's restart it may be much)."""
+
+    wpg: WpgId
+    #: Deployment in its device memory, if any.
+    resident: DeploymentId | None = None
+    #: ``(call, part)`` that it is still working on.
+    running: tuple[tuple[CallId, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WpgDown(Event):
+    """A rank died; the gang is being restarted. Device state is gone, host images are not."""
+
+    wpg: WpgId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WpgReleased(Event):
+    """The WPG no longer belongs to the partition; its books are closed."""
+
+    wpg: WpgId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeploymentPlaced(Event):
+    """A deployment got its home."""
+
+    deployment: Deployment
+    #: Progress contained in its newest complete host image: calls with
+    #: ``(seq, part) < image`` need no replay. ``None``: no image, replay starts with create.
+    image: tuple[int, int] | None = None
+    #: Progress that has taken effect on the device or in the image (after a restart).
+    applied: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeploymentDropped(Event):
+    """Its job ended or nobody names the snapshot any more; its waiting calls are cancelled."""
+
+    deployment: DeploymentId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallArrived(Event):
+    """A controller asked for a function; durable before the core hears of it."""
+
+    call: Call
+    #: After a daemon's restart: this call has ended before, and is known only because no
+    #: complete image contains it yet. It runs again only if a rewind needs it.
+    done: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallCancelled(Event):
+    """Nobody waits for it any more. A running one ends as usual."""
+
+    call: CallId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEnded(Event):
+    """Answer to :class:`Run`. ``ok`` is false if the function itself failed (bad input, NaN)."""
+
+    wpg: WpgId
+    call: CallId
+    part: int
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwitchEnded(Event):
+    """Answer to :class:`Switch` and :class:`SaveImage`."""
+
+    wpg: WpgId
+    ok: bool
+    #: Bytes that were moved.
+    moved_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick(Event):
+    """Time passed: the answer to :class:`WakeAt`, or a clock's beat."""
+
+
+# ---- instructions -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instruction(Message):
+    """Something the shell has to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Switch(Instruction):
+    """Bring ``incoming`` onto the WPG; first save ``outgoing`` if it is given (it is dirty).
+
+    Ends in :class:`SwitchEnded`, or the WPG goes down.
+    """
+
+    wpg: WpgId
+    outgoing: DeploymentId | None
+    #: Progress of ``outgoing``, to be written into its image.
+    outgoing_progress: tuple[int, int]
+    incoming: DeploymentId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveImage(Instruction):
+    """Write the resident's image to the host tier, and go on. Ends in :class:`SwitchEnded`."""
+
+    wpg: WpgId
+    deployment: DeploymentId
+    progress: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run(Instruction):
+    """Run one part of a call. Ends in :class:`RunEnded`, or the WPG goes down."""
+
+    wpg: WpgId
+    call: CallId
+    deployment: DeploymentId
+    part: int
+    #: How often this part was begun; > 1 after the loss of a rank.
+    attempt: int
+    #: It was answered before; only its effect on the state is wanted.
+    replay: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish(Instruction):
+    """All parts of a call have ended; the caller may have its answer."""
+
+    call: CallId
+    ok: bool
+    #: Why it failed, when the core itself knows ("ranks died 3 times under it"); else "".
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forget(Instruction):
+    """Calls of ``deployment`` below ``progress`` are in a complete image; drop their bodies."""
+
+    deployment: DeploymentId
+    progress: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Charge(Instruction):
+    """A closed stretch of a WPG's time: a ledger row. Stretches of a WPG have no gap or overlap."""
+
+    wpg: WpgId
+    activity: Activity
+    #: Who pays (busy, switch, kept); ``None`` for idle and down.
+    job: JobId | None
+    #: What it was for, when it was one thing.
+    call: CallId | None
+    start_us: int
+    stop_us: int
+    #: GPU-microseconds; for an unshared stretch ``(stop - start) * gpus``.
+    gpu_us: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WakeAt(Instruction):
+    """Send a :class:`Tick` at this instant; a later one replaces an earlier one."""
+
+    at_us: int
+
+
+AnyEvent: TypeAlias = (
+    WpgHeld
+    | WpgUp
+    | WpgDown
+    | WpgReleased
+    | DeploymentPlaced
+    | DeploymentDropped
+    | CallArrived
+    | CallCancelled
+    | RunEnded
+    | SwitchEnded
+    | Tick
+)
+AnyInstruction: TypeAlias = Switch | SaveImage | Run | Finish | Forget | Charge | WakeAt

@@ -1,0 +1,1 @@
+"""Host-memory tier: slabs, images and checkpoints as files."""

@@ -1,0 +1,1 @@
+"""Slurm: scripts and words in and out, and the port with its adapters."""

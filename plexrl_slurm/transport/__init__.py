@@ -1,0 +1,1 @@
+"""Links between the daemon and its agents, and between an agent and its ranks."""
