@@ -1,0 +1,87 @@
+"""What every layer's tests share: ``--bless``, and the rule for what a machine lacks."""
+
+import os
+import shutil
+from collections.abc import Callable, Generator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+GOLDEN = ROOT / "tests" / "golden"
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / ".cache" / "torch_extensions"))
+
+
+def _has(*modules: str) -> bool:
+    return all(find_spec(module) is not None for module in modules)
+
+
+def _has_postgres_server() -> bool:
+    debian = Path("/usr/lib/postgresql").glob("*/bin/initdb")
+    return _has("psycopg") and (shutil.which("initdb") is not None or any(debian))
+
+
+#: What each marker needs, and whether it is here.
+NEEDS = {
+    "slurm": shutil.which("sbatch") is not None,
+    "gpu": Path("/dev/nvidiactl").exists(),
+    "postgres": _has_postgres_server(),
+    "engines": _has("torch", "deepspeed", "vllm"),
+}
+
+
+def _promised() -> set[str]:
+    """Markers that this machine said it can run (``PLEXRL_TESTS_MUST_RUN=postgres,engines``)."""
+    names = {name for name in os.environ.get("PLEXRL_TESTS_MUST_RUN", "").split(",") if name}
+    if unknown := names - set(NEEDS):
+        raise pytest.UsageError(
+            f"PLEXRL_TESTS_MUST_RUN names {', '.join(sorted(unknown))}; "
+            f"the markers are {', '.join(NEEDS)}"
+        )
+    return names
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--bless", action="store_true", help="rewrite golden files")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what this machine cannot run; where it was promised, refuse to skip."""
+    promised = _promised()
+    for item in items:
+        for marker, here in NEEDS.items():
+            if item.get_closest_marker(marker) and not here and marker not in promised:
+                item.add_marker(pytest.mark.skip(reason=f"no {marker} here"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test that skips itself although its marker was promised has failed."""
+    report = yield
+    broken = [marker for marker in sorted(_promised()) if item.get_closest_marker(marker)]
+    if broken and report.skipped and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped, but {', '.join(broken)} was promised: {report.longrepr}"
+    return report
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """``golden(name, text)``: the text is that of ``tests/golden/name``; ``--bless`` writes it."""
+
+    def compare(name: str, text: str) -> None:
+        path = GOLDEN / name
+        if request.config.getoption("--bless"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        assert path.exists(), f"tests/golden/{name} does not exist: make bless"
+        assert text == path.read_text(encoding="utf-8"), (
+            f"{name} changed: read the diff, make bless"
+        )
+
+    return compare

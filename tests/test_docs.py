@@ -1,0 +1,96 @@
+"""What the documentation says is there, is there."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.tree import ROOT, tracked
+
+PAGES = [path for path in tracked() if path.suffix == ".md"]
+#: A command in a code span or block: ``plexrl partition up``; words up to the first option.
+COMMAND = re.compile(r"(?:^|[`$ ]|bin/)plexrl((?: [a-z][a-z_-]*)+)")
+
+
+def anchors(page: Path) -> set[str]:
+    """Names GitHub gives the headings of a page."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    titles = re.findall(r"^#+ +(.+?) *$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def code(page: Path) -> Iterator[str]:
+    """Lines of shell blocks, and code spans outside of blocks."""
+    text = page.read_text(encoding="utf-8")
+    for language, block in re.findall(r"```(\w*)\n(.*?)```", text, flags=re.DOTALL):
+        if language in ("sh", "bash", "console"):
+            yield from block.splitlines()
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    yield from re.findall(r"`([^`\n]+)`", prose)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = []
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for target in re.findall(r"\]\((?!https?:|mailto:)([^)\s]+)", text):
+        name, _, anchor = target.partition("#")
+        path = (page.parent / name).resolve() if name else page
+        if not path.exists() or (anchor and anchor not in anchors(path)):
+            broken.append(target)
+    assert broken == []
+
+
+def test_every_page_under_docs_is_reachable_from_the_readme() -> None:
+    seen: set[Path] = set()
+    waiting = [ROOT / "README.md"]
+    while waiting:
+        page = waiting.pop()
+        if page in seen or page.suffix != ".md" or not page.exists():
+            continue
+        seen.add(page)
+        for target in re.findall(r"\]\((?!https?:)([^)#\s]+)", page.read_text(encoding="utf-8")):
+            waiting.append((page.parent / target).resolve())
+    lost = [str(page.relative_to(ROOT)) for page in PAGES if page not in seen]
+    assert lost == []
+
+
+def test_every_command_named_in_the_docs_exists() -> None:
+    import click
+    from plexrl_slurm.cli.main import cli
+
+    unknown = []
+    for page in PAGES:
+        for words in (match for line in code(page) for match in COMMAND.findall(line)):
+            command: click.Command = cli
+            for word in words.split():
+                if not isinstance(command, click.Group):
+                    break
+                found = command.get_command(click.Context(command), word)
+                if found is None:
+                    unknown.append(f"{page.relative_to(ROOT)}: plexrl{words}")
+                    break
+                command = found
+    assert unknown == []
+
+
+def test_every_make_target_named_in_the_docs_exists() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):", makefile, flags=re.MULTILINE))
+    named = {
+        word
+        for page in PAGES
+        for line in code(page)
+        for words in re.findall(r"(?:^|[ $])make((?: [a-z-]+)+)", line)
+        for word in words.split()
+    }
+    assert named and named - targets == set()
+
+
+def test_settings_named_in_the_readme_and_docs_are_written_in_toml_blocks_that_parse() -> None:
+    import tomllib
+
+    for page in PAGES:
+        for block in re.findall(r"```toml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+            assert tomllib.loads(block), page.name
