@@ -114,6 +114,8 @@ class Sample(msgspec.Struct, frozen=True, tag="sample"):
     stop_strings: list[str] = []
     #: stop token ids (the completion includes it).
     stop_tokens: list[int] = []
+    #: Do not stop at the model's end-of-sequence token (the SDK's ``stop=[]``).
+    ignore_eos: bool = False
     #: Logprob of every prompt token given those before it.
     prompt_logprobs: bool = False
     #: For every prompt position the K most likely tokens.

@@ -63,6 +63,8 @@ class ModelInfo:
     model: ModelSpec
     rank: int
     user_metadata: Mapping[str, Any] = field(default_factory=dict)
+    #: When it was last called, for `tinker run list`; 0 if nobody keeps that.
+    last_used_us: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -121,6 +121,10 @@ class Denied(PlexError, PermissionError):
         return self.sentence
 
 
+class Unauthenticated(Denied):
+    """We do not know who you are."""
+
+
 class DaemonUnavailable(PlexError, ConnectionError):
     """The partition's daemon does not answer."""
 
