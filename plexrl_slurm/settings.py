@@ -5,12 +5,53 @@ default. ``read`` (this module's only I/O) also looks at the model folders, so t
 catalogue it returns carries real sizes.
 """
 
-from collections.abc import Mapping
+import ipaddress
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+from urllib.parse import urlsplit
 
 from plexrl_slurm.core.catalogue import ModelSpec
+from plexrl_slurm.core.errors import BadConfig, BadInput
+from plexrl_slurm.model_folder import DTYPES, read_model_folder
+from plexrl_slurm.tomlcheck import (
+    Report,
+    Table,
+    array,
+    as_bytes,
+    as_count,
+    as_name,
+    as_seconds,
+    as_text,
+    like,
+    load,
+    mapping,
+    one_of,
+)
+
+POLICIES: Final = ("hrrs", "fifo", "drain_first", "round_robin")
+#: Pool in which each engine works.
+ENGINE_POOLS: Final[Mapping[str, str]] = {
+    "deepspeed": "train",
+    "fake_train": "train",
+    "vllm": "rollout",
+    "fake_sample": "rollout",
+}
+#: Options of the real engines, with an example of each one's type; a fake takes any.
+ENGINE_OPTIONS: Final[Mapping[str, Mapping[str, object]]] = {
+    "deepspeed": {"zero_stage": 1, "max_tokens_per_microbatch": 4096},
+    "vllm": {
+        "kv_cache_bytes": "1GiB",
+        "max_num_seqs": 64,
+        "prefix_caching": True,
+        "block_size": 16,
+    },
+}
+#: A unix socket's path may not be longer.
+_LONGEST_SOCKET: Final = 107
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,3 +111,342 @@ class Settings:
     def socket(self) -> Path:
         """The unix socket that the CLI talks to."""
         return self.state_dir / "api.sock"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """The little that the CLI needs to find a partition: read without looking at any model."""
+
+    partition: str
+    state_dir: Path
+    database_url: str
+    backend: str
+    path: Path
+
+    @property
+    def socket(self) -> Path:
+        """The unix socket that the daemon listens on."""
+        return self.state_dir / "api.sock"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """What :func:`check` found in a file."""
+
+    #: ``None`` if there is a problem.
+    settings: Settings | None
+    #: What must be corrected; whole sentences.
+    problems: tuple[str, ...]
+    #: What will work, but perhaps not as meant.
+    warnings: tuple[str, ...]
+
+
+def read(path: Path) -> Settings:
+    """The settings in ``path``; raises ``BadConfig`` with everything that is wrong."""
+    findings = check(path)
+    if findings.settings is None:
+        raise BadConfig(str(path), findings.problems)
+    return findings.settings
+
+
+def read_site(path: Path) -> Site:
+    """Only where the partition's daemon and database are."""
+    data, content = load(path)
+    report = Report(content)
+    values = _partition(report, data, path.absolute().parent)
+    hold = data.get("hold")
+    if not values.keys() >= {"partition", "state_dir"}:
+        raise BadConfig(str(path), report.sentences())
+    return Site(
+        partition=values["partition"],
+        state_dir=values["state_dir"],
+        database_url=values.get("database_url", ""),
+        backend=str(hold.get("backend", "local")) if isinstance(hold, dict) else "local",
+        path=path.absolute(),
+    )
+
+
+def check(path: Path) -> Findings:
+    """Find every mistake in ``path``, in the machine's state too, and all at once."""
+    try:
+        data, content = load(path)
+    except BadConfig as error:
+        return Findings(settings=None, problems=error.problems, warnings=())
+    report = Report(content)
+    report.unknown("", data, ("partition", "hold", "wpg", "model"))
+    folder = path.absolute().parent
+    values = _partition(report, data, folder)
+    hold = Table(report, "hold", mapping(report, data, "hold"))
+    hold.take("backend", one_of("backend", ("local",)), required=False)
+    hold.finish()
+    wpg_tables = array(report, data, "wpg")
+    wpgs = tuple(
+        wpg
+        for index, table in enumerate(wpg_tables)
+        if (wpg := _wpg(report, f"wpg[{index}]", table)) is not None
+    )
+    models = [
+        model
+        for index, table in enumerate(array(report, data, "model"))
+        if (model := _model(report, f"model[{index}]", table, folder)) is not None
+    ]
+    _check_pools(report, wpgs, complete=len(wpgs) == len(wpg_tables))
+    _check_models(report, models, values.get("host_bytes"))
+    _check_places(report, values)
+    problems = report.sentences()
+    settings = None
+    if not problems:
+        catalogue = {model.name: model for _, model in models}
+        settings = Settings(
+            **values, **hold.values, wpgs=wpgs, models=catalogue, path=path.absolute()
+        )
+    return Findings(settings=settings, problems=problems, warnings=tuple(report.warnings))
+
+
+# ---- the tables ---------------------------------------------------------------------------
+
+
+def _partition(report: Report, data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    def path(value: object) -> Path:
+        return (folder / Path(as_text(value)).expanduser()).resolve()
+
+    table = Table(report, "partition", mapping(report, data, "partition"))
+    table.take("name", as_name, to="partition")
+    table.take("state_dir", path)
+    table.take("host_dir", path)
+    table.take("host_bytes", as_bytes)
+    table.take("database_url", lambda value: _database_url(value, folder), required=False)
+    table.take("policy", one_of("policy", POLICIES), required=False)
+    table.take("hold_seconds", as_seconds, to="hold_us", required=False)
+    table.take("image_every", as_count, required=False)
+    table.take("max_part_tokens", as_count, required=False)
+    table.take("session_timeout_seconds", as_seconds, to="session_timeout_us", required=False)
+    table.take("listen", _listen, required=False)
+    table.finish()
+    values = table.values
+    if "listen" in values:
+        values["listen_host"], values["listen_port"] = values.pop("listen")
+    if "state_dir" in values:
+        values.setdefault("database_url", f"sqlite:///{values['state_dir']}/plexrl.sqlite")
+    return values
+
+
+def _wpg(report: Report, key: str, data: Mapping[str, Any]) -> WpgSettings | None:
+    table = Table(report, key, data)
+    table.take("pool", one_of("pool", ("train", "rollout")))
+    table.take("engine", one_of("engine", tuple(ENGINE_POOLS)))
+    table.take("gpus", as_count, required=False)
+    table.take("count", as_count, required=False)
+    table.take("cores", _cores, required=False)
+    options = Table(report, f"{key}.options", mapping(report, data, "options", at=key))
+    table.known.append("options")
+    table.finish()
+    pool, engine = table.values.get("pool"), table.values.get("engine")
+    if pool and engine and ENGINE_POOLS[engine] != pool:
+        fitting = [name for name, where in ENGINE_POOLS.items() if where == pool]
+        report.bad(
+            f"{key}.engine",
+            f"engine {engine} works in pool {ENGINE_POOLS[engine]}, and this WPG is in pool "
+            f"{pool}: choose {' or '.join(fitting)}, or the other pool",
+        )
+    if engine is not None and engine in ENGINE_OPTIONS:
+        for name, example in ENGINE_OPTIONS[engine].items():
+            options.take(name, like(example), required=False)
+        options.finish()
+    else:
+        options.values = dict(options.data)
+    if options.values.get("zero_stage", 1) not in (1, 2):
+        report.bad(f"{key}.options.zero_stage", "it must be 1 or 2")
+    cores, count = table.values.get("cores", ()), table.values.get("count", 1)
+    if cores and len(cores) != count:
+        report.bad(
+            f"{key}.cores",
+            f"it lists cores for {len(cores)} WPGs and count is {count}: "
+            f"give one inner list for each WPG, or leave cores out",
+        )
+    if not {"pool", "engine"} <= table.values.keys():
+        return None
+    return WpgSettings(**table.values, options=options.values)
+
+
+def _model(
+    report: Report, key: str, data: Mapping[str, Any], folder: Path
+) -> tuple[str, ModelSpec] | None:
+    table = Table(report, key, data)
+    table.take("name", as_name)
+    table.take("path", lambda value: (folder / Path(as_text(value)).expanduser()).resolve())
+    table.take("dtype", one_of("dtype", DTYPES), required=False)
+    table.take("max_context_length", as_count, required=False)
+    table.finish()
+    values = table.values
+    if "path" not in values:
+        return None
+    try:
+        found = read_model_folder(values["path"], dtype=values.get("dtype"))
+    except BadInput as error:
+        report.bad(f"{key}.path", error.sentence)
+        return None
+    longest = values.get("max_context_length", found.max_position_embeddings)
+    if longest > found.max_position_embeddings:
+        report.bad(
+            f"{key}.max_context_length",
+            f"{longest} is more than the model's own {found.max_position_embeddings} "
+            f"(max_position_embeddings): write {found.max_position_embeddings} or less",
+        )
+    if "name" not in values:
+        return None
+    return key, ModelSpec(
+        name=values["name"],
+        path=str(values["path"]),
+        dtype=found.dtype,
+        max_context_length=longest,
+        vocab_size=found.vocab_size,
+        parameters=found.parameters,
+        architecture=found.architecture,
+    )
+
+
+# ---- checks across tables -----------------------------------------------------------------
+
+
+def _check_pools(report: Report, wpgs: Sequence[WpgSettings], *, complete: bool) -> None:
+    if not complete:  # a table that could not be read may be the missing one
+        return
+    for pool in ("train", "rollout"):
+        if not any(wpg.pool == pool for wpg in wpgs):
+            engine = "deepspeed" if pool == "train" else "vllm"
+            report.bad(
+                "wpg",
+                f"no WPG in pool {pool}: add a [[wpg]] table with "
+                f'pool = "{pool}" and engine = "{engine}"',
+            )
+
+
+def _check_models(
+    report: Report, models: Sequence[tuple[str, ModelSpec]], host_bytes: int | None
+) -> None:
+    for name, times in Counter(model.name for _, model in models).items():
+        if times > 1:
+            last = [key for key, model in models if model.name == name][-1]
+            report.bad(f"{last}.name", f"{times} models are named {name!r}: rename all but one")
+    for key, model in models:
+        needed = model.train_bytes + model.weights_bytes
+        if host_bytes is not None and needed > host_bytes:
+            report.bad(
+                key,
+                f"model {model.name} needs {needed / 2**30:.2f} GiB of the host tier (a training "
+                f"image and a snapshot) and partition.host_bytes is {host_bytes / 2**30:.2f} GiB: "
+                f"raise host_bytes or take the model out",
+            )
+    if not models and not report.has("model"):
+        report.bad("model", "the catalogue is empty: add a [[model]] table with name and path")
+
+
+def _check_places(report: Report, values: Mapping[str, Any]) -> None:
+    if state := values.get("state_dir"):
+        if len(str(state / "api.sock")) > _LONGEST_SOCKET:
+            report.bad(
+                "partition.state_dir",
+                f"{state} is too long for a unix socket in it: choose a path of at most "
+                f"{_LONGEST_SOCKET - len('/api.sock')} characters",
+            )
+        _check_writable(report, "partition.state_dir", state)
+    if host := values.get("host_dir"):
+        _check_writable(report, "partition.host_dir", host)
+        place = host if host.is_dir() else host.parent
+        if place.is_dir():
+            if not _on_tmpfs(place):
+                report.warnings.append(
+                    f"partition.host_dir: {host} is not on a tmpfs, so every switch goes through "
+                    f"a disk's file system: choose a folder below /dev/shm"
+                )
+            room = os.statvfs(place)
+            free = room.f_bavail * room.f_frsize
+            if values.get("host_bytes", 0) > free:
+                report.warnings.append(
+                    f"partition.host_bytes: {values['host_bytes'] / 2**30:.2f} GiB are more than "
+                    f"the {free / 2**30:.2f} GiB free at {place}: lower it, or free space there"
+                )
+
+
+def _check_writable(report: Report, key: str, folder: Path) -> None:
+    existing = folder
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir():
+        report.bad(key, f"{existing} is not a folder: choose another path")
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        report.bad(key, f"you may not write in {existing}: choose another path, or change its mode")
+
+
+def _on_tmpfs(place: Path) -> bool:
+    best, kind = "", ""
+    for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines():
+        _, mount, what, *_ = line.split()
+        inside = place == Path(mount) or Path(mount) in place.parents
+        if inside and len(mount) >= len(best):
+            best, kind = mount, what
+    return kind in ("tmpfs", "ramfs")
+
+
+# ---- converters of this file only -----------------------------------------------------------
+
+
+def _database_url(value: object, folder: Path) -> str:
+    """An SQLAlchemy URL; a relative SQLite path is relative to the settings file."""
+    given = as_text(value)
+    example = '"sqlite:///plexrl.sqlite" or "postgresql+psycopg://user@host/database"'
+    # What was written is not repeated: it may hold a password.
+    try:
+        parts = urlsplit(given)
+        _ = parts.port
+    except ValueError:
+        raise ValueError(f"it is not a URL (bad host or port): write {example}") from None
+    kind = parts.scheme.partition("+")[0]
+    if kind == "sqlite":
+        place = given.partition("://")[2]
+        if not place.startswith("/") or place in ("/", "/:memory:"):
+            raise ValueError(f"a database in memory is lost with the daemon: write {example}")
+        return f"{parts.scheme}:///{(folder / place[1:]).resolve()}"
+    if kind != "postgresql":
+        raise ValueError(f"it does not begin with sqlite: or postgresql: write {example}")
+    if not parts.path.strip("/"):
+        raise ValueError(f"it names no database: write {example}")
+    return given
+
+
+def _listen(value: object) -> tuple[str, int]:
+    """``host:port``; only loopback, because the API speaks no TLS."""
+    given = as_text(value)
+    host, _, port = given.rpartition(":")
+    host = host.strip("[]")
+    if not host or not port.isdecimal() or int(port) > 65_535:
+        raise ValueError(
+            f'{given!r} is not host:port: write "127.0.0.1:8421" (port 0: any free one)'
+        )
+    try:
+        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        raise ValueError(
+            f'{host!r} is not an IP address: write "127.0.0.1:{port}" or "[::1]:{port}"'
+        ) from None
+    if not loopback:
+        raise ValueError(
+            f"{host} can be reached from outside, and the API sends tokens without TLS: "
+            f'write "127.0.0.1:{port}" and tunnel to it'
+        )
+    return host, int(port)
+
+
+def _cores(value: object) -> tuple[tuple[int, ...], ...]:
+    """``[[0, 1], [2, 3]]``: the cores of each WPG in turn."""
+    shape = "a list of lists of core numbers, one list for each WPG, such as [[0], [1]]"
+    if not isinstance(value, list) or not all(isinstance(each, list) for each in value):
+        raise ValueError(f"it must be {shape}")
+    present = os.cpu_count() or 1
+    for core in (core for each in value for core in each):
+        if type(core) is not int or core < 0:
+            raise ValueError(f"{core!r} is not a core number: it must be {shape}")
+        if core >= present:
+            raise ValueError(f"core {core} does not exist: this machine has 0 to {present - 1}")
+    return tuple(tuple(each) for each in value)

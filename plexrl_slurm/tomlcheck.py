@@ -1,0 +1,217 @@
+"""Read a TOML file table by table and collect everything that is wrong, with key and line."""
+
+import difflib
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from plexrl_slurm.core.errors import BadConfig
+
+_ARRAY = re.compile(r"\[\[\s*([\w.-]+)\s*\]\]")
+_TABLE = re.compile(r"\[\s*([\w.-]+)\s*\]")
+_KEY = re.compile(r"([\w.-]+)\s*=")
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*(|B|[KMGT]i?B)")
+
+
+def load(path: Path) -> tuple[dict[str, Any], str]:
+    """The file's data and its text."""
+    try:
+        text = path.read_bytes().decode("utf-8")
+        return tomllib.loads(text), text
+    except FileNotFoundError:
+        problem = "there is no such file: start from examples/partition.toml"
+    except OSError as error:
+        problem = f"it cannot be read ({error.strerror}): check the path and its permissions"
+    except UnicodeDecodeError:
+        problem = "it is not UTF-8 text: save it as UTF-8"
+    except tomllib.TOMLDecodeError as error:
+        problem = f"it is not TOML ({str(error)[:1].lower()}{str(error)[1:]}): correct that place"
+    raise BadConfig(str(path), (problem,))
+
+
+def key_lines(text: str) -> dict[str, int]:
+    """Line of every table and key: ``{"partition.policy": 4, "wpg[1].engine": 12}``."""
+    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
+    prefix = ""
+    for number, line in enumerate((raw.strip() for raw in text.splitlines()), start=1):
+        if match := _ARRAY.match(line):
+            counts[match[1]] = counts.get(match[1], -1) + 1
+            prefix = f"{match[1]}[{counts[match[1]]}]"
+        elif match := _TABLE.match(line):
+            head, _, rest = match[1].partition(".")
+            prefix = f"{head}[{counts[head]}].{rest}" if head in counts and rest else match[1]
+        elif match := _KEY.match(line):
+            found.setdefault(f"{prefix}.{match[1]}".lstrip("."), number)
+            continue
+        else:
+            continue
+        found.setdefault(prefix, number)
+        found.setdefault(prefix.partition("[")[0], number)
+    return found
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """``did you mean …``, or the known names."""
+    known = list(known)
+    if close := difflib.get_close_matches(name, known, n=1, cutoff=0.6):
+        return f"did you mean {close[0]}?"
+    return f"known are {', '.join(known)}"
+
+
+class Report:
+    """Problems and warnings found so far."""
+
+    def __init__(self, text: str) -> None:
+        self.warnings: list[str] = []
+        self._problems: list[tuple[int, str]] = []
+        self._lines = key_lines(text)
+
+    def bad(self, key: str, sentence: str) -> None:
+        """Note a problem at ``key``, or at the nearest table around it that the file has."""
+        at = key
+        while at not in self._lines and "." in at:
+            at = at.rpartition(".")[0]
+        line = self._lines.get(at, 0)
+        where = f"line {line}, {key}" if line else key
+        self._problems.append((line, f"{where}: {sentence}"))
+
+    def unknown(self, prefix: str, data: Mapping[str, Any], known: Iterable[str]) -> None:
+        """Note every key of ``data`` that is not ``known``."""
+        known = list(known)
+        for name in data:
+            if name not in known:
+                key = f"{prefix}.{name}".lstrip(".")
+                self.bad(key, f"unknown key {name}; {nearest(name, known)}")
+
+    def has(self, key: str) -> bool:
+        """Whether the file mentions ``key``."""
+        return key in self._lines
+
+    def sentences(self) -> tuple[str, ...]:
+        """The problems, in the order of the file."""
+        return tuple(sentence for _, sentence in sorted(self._problems, key=lambda each: each[0]))
+
+
+class Table:
+    """One table of the file: takes known keys out, converted; then refuses the rest."""
+
+    def __init__(self, report: Report, key: str, data: Mapping[str, Any]) -> None:
+        self.values: dict[str, Any] = {}
+        self.known: list[str] = []
+        self.data = data
+        self._report, self._key = report, key
+
+    def take(
+        self,
+        name: str,
+        convert: Callable[[object], object],
+        *,
+        to: str = "",
+        required: bool = True,
+    ) -> None:
+        """Put ``convert(value)`` into ``values``; a ``ValueError`` becomes a problem."""
+        self.known.append(name)
+        key = f"{self._key}.{name}"
+        if name not in self.data:
+            if required:
+                self._report.bad(key, f"it is missing: add {name} = … to [{self._key}]")
+            return
+        try:
+            self.values[to or name] = convert(self.data[name])
+        except ValueError as error:
+            self._report.bad(key, str(error))
+
+    def finish(self) -> None:
+        """Note the keys that nobody took."""
+        self._report.unknown(self._key, self.data, self.known)
+
+
+def mapping(report: Report, data: Mapping[str, Any], name: str, *, at: str = "") -> dict[str, Any]:
+    """The table ``name`` of ``data``; empty if it is missing."""
+    value = data.get(name, {})
+    if isinstance(value, dict):
+        return value
+    key = f"{at}.{name}".lstrip(".")
+    brackets = f"[{key}] with single brackets" if isinstance(value, list) else f"[{key}]"
+    report.bad(key, f"it must be a table: write {brackets}")
+    return {}
+
+
+def array(report: Report, data: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    """The tables ``[[name]]`` of ``data``."""
+    value = data.get(name, [])
+    if isinstance(value, list) and all(isinstance(each, dict) for each in value):
+        return value
+    report.bad(name, f"it must be a list of tables: write [[{name}]] with double brackets")
+    return []
+
+
+# ---- converters: a value, or a ValueError whose text says what to write ---------------------
+
+
+def as_text(value: object) -> str:
+    """A string that is not empty."""
+    if isinstance(value, str) and value.strip():
+        return value
+    raise ValueError(f"{value!r} is not text: write it in quotes")
+
+
+def as_name(value: object) -> str:
+    """A name that is safe in a URL, a file name and a table."""
+    given = as_text(value)
+    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/-]*", given):
+        return given
+    raise ValueError(f"{given!r} is not a name: use letters, digits, dot, dash and underscore")
+
+
+def one_of(what: str, known: tuple[str, ...]) -> Callable[[object], str]:
+    """A converter that accepts the ``known`` words."""
+
+    def convert(value: object) -> str:
+        if value in known:
+            return str(value)
+        raise ValueError(f"unknown {what} {value!r}; {nearest(str(value), known)}")
+
+    return convert
+
+
+def as_count(value: object) -> int:
+    """A whole number, 1 or more."""
+    if type(value) is int and value >= 1:
+        return value
+    raise ValueError(f"{value!r} is not a whole number of 1 or more")
+
+
+def as_seconds(value: object) -> int:
+    """Seconds, as microseconds."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e9:
+        return round(value * 1_000_000)
+    raise ValueError(f"{value!r} is not a number of seconds, 0 or more")
+
+
+def as_bytes(value: object) -> int:
+    """Bytes, from a number or from text such as ``8GiB``."""
+    if type(value) is int and value > 0:
+        return value
+    match = _BYTES.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None or float(match[1]) == 0:
+        raise ValueError(f'{value!r} is not a size: write bytes, or text such as "8GiB"')
+    unit = match[2].removesuffix("B")
+    base = 1024 if unit.endswith("i") else 1000
+    return int(float(match[1]) * base ** " KMGT".index(unit[:1] or " "))
+
+
+def like(example: object) -> Callable[[object], Any]:
+    """A converter for values of the kind of ``example``."""
+    if isinstance(example, bool):
+        return _switch
+    return as_bytes if isinstance(example, str) else as_count
+
+
+def _switch(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise ValueError(f"{value!r} is not true or false")
