@@ -1,12 +1,13 @@
 """What the documentation says is there, is there."""
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.tree import ROOT, tracked
+from tests.tree import ROOT, modules, tracked
 
 PAGES = [path for path in tracked() if path.suffix == ".md"]
 #: A command in a code span or block: ``plexrl partition up``; words up to the first option.
@@ -82,7 +83,7 @@ def test_every_make_target_named_in_the_docs_exists() -> None:
         word
         for page in PAGES
         for line in code(page)
-        for words in re.findall(r"(?:^|[ $])make((?: [a-z-]+)+)", line)
+        for words in re.findall(r"(?:^|[ $])make((?: [a-z-]+(?![\w=]))+)", line)
         for word in words.split()
     }
     assert named and named - targets == set()
@@ -94,3 +95,37 @@ def test_settings_named_in_the_readme_and_docs_are_written_in_toml_blocks_that_p
     for page in PAGES:
         for block in re.findall(r"```toml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
             assert tomllib.loads(block), page.name
+
+
+def routes() -> list[str]:
+    """``GET /api/v1/healthz``, ... of every router in ``api``, read from the decorators."""
+    found = []
+    for name, tree in modules().items():
+        if not name.startswith("plexrl_slurm.api."):
+            continue
+        prefixes = {}
+        for node in ast.walk(tree):
+            match node:
+                case ast.Assign(
+                    targets=[ast.Name(id=variable)],
+                    value=ast.Call(
+                        func=ast.Name(id="APIRouter"),
+                        keywords=[ast.keyword(arg="prefix", value=ast.Constant(value=str(prefix)))],
+                    ),
+                ):
+                    prefixes[variable] = prefix
+        for node in ast.walk(tree):
+            match node:
+                case ast.Call(
+                    func=ast.Attribute(value=ast.Name(id=variable), attr=method),
+                    args=[ast.Constant(value=str(path)), *_],
+                ) if variable in prefixes:
+                    found.append(f"{method.upper()} {prefixes[variable]}{path}")
+    return found
+
+
+def test_every_route_is_on_the_api_page() -> None:
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    found = routes()
+    assert found
+    assert [route for route in found if f"`{route}`" not in page] == []

@@ -21,6 +21,7 @@ from plexrl_slurm.core.errors import (
     SlurmRejected,
     SlurmUnavailable,
     StorageFull,
+    Unauthenticated,
     UnknownModel,
 )
 from tests.tree import modules
@@ -42,6 +43,7 @@ EXAMPLES: list[tuple[PlexError, str]] = [
     ),
     (NotFound("job", "7"), "no job '7' that you may see"),
     (Denied("only an admin may drain"), "only an admin may drain"),
+    (Unauthenticated("the API key is no job's"), "the API key is no job's"),
     (
         DaemonUnavailable("rlvr", "api.sock"),
         "the daemon of partition 'rlvr' does not answer at api.sock: "
