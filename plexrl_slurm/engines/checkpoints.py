@@ -1,0 +1,197 @@
+"""What ranks do together beside DeepSpeed: agree, gather, and write or read files as one."""
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import safe_open
+from torch import Tensor
+
+from plexrl_slurm.core.catalogue import ModelSpec
+from plexrl_slurm.core.errors import BadInput, PlexError
+from plexrl_slurm.engines.skeleton import Skeleton, dtype_name
+from plexrl_slurm.memory import checkpoint
+from plexrl_slurm.memory.checkpoint import Manifest, RankFile
+from plexrl_slurm.memory.files import (
+    NamedBuffer,
+    part_name,
+    publish_folder,
+    storage_errors,
+    write_tensors,
+)
+
+_Value = TypeVar("_Value")
+
+
+class Gang:
+    """The ranks of a WPG, seen from one of them."""
+
+    def __init__(self, *, rank: int, world: int) -> None:
+        self.rank, self.world = rank, world
+
+    def everyones(self, value: _Value) -> list[_Value]:
+        """The value of every rank, in rank order."""
+        if self.world == 1:
+            return [value]
+        values: list[Any] = [None] * self.world
+        torch.distributed.all_gather_object(values, value)
+        return values
+
+    def all_agree(self, fine: bool) -> bool:
+        """Whether it is fine on every rank."""
+        if self.world == 1:
+            return fine
+        flag = torch.tensor([int(fine)])
+        torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN)
+        return bool(flag.item())
+
+    def collect(self, values: list[NDArray[np.float32]]) -> None:
+        """Give every rank all values; each came with zeros for what others have."""
+        if self.world == 1:
+            return
+        flat = torch.from_numpy(np.concatenate([value.reshape(-1) for value in values]))
+        torch.distributed.all_reduce(flat)
+        at = 0
+        for number, value in enumerate(values):
+            values[number] = flat[at : at + value.size].numpy().reshape(value.shape)
+            at += value.size
+
+    def share_failure(self, error: PlexError | None) -> None:
+        """Raise the first rank's error on all of them, if any has one."""
+        for other in self.everyones(error):
+            if other is not None:
+                raise other
+
+
+def _buffers(tensors: Iterable[tuple[str, Tensor]]) -> list[NamedBuffer]:
+    return [
+        NamedBuffer(
+            name=name,
+            dtype=dtype_name(tensor),
+            shape=tuple(tensor.shape),
+            data=memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()),
+        )
+        for name, tensor in tensors
+    ]
+
+
+def save(skeleton: Skeleton, model: ModelSpec, path: Path, uri: str, gang: Gang) -> int:
+    """Write the resident's checkpoint folder; an open step's gradients are not part of it."""
+    failure: PlexError | None = None
+    mine: RankFile | None = None
+    written: list[RankFile] = []
+    manifest: Manifest | None = None
+    try:
+        if gang.rank == 0:
+            checkpoint.begin(path)
+    except PlexError as error:
+        failure = error
+    gang.share_failure(failure)
+    state = {**skeleton.weights(), **skeleton.masters(), **skeleton.moments()}
+    name = checkpoint.rank_file(gang.rank)
+    try:
+        file = write_tensors(
+            part_name(path) / name, _buffers(state.items()), durable=True, checksum=True
+        )
+        mine = RankFile(name=name, bytes=file.bytes, sha256=file.sha256)
+    except PlexError as error:
+        failure = error
+    written = [file for file in gang.everyones(mine) if file is not None]
+    try:
+        if gang.rank == 0 and len(written) == gang.world:
+            manifest = Manifest(
+                uri=uri,
+                architecture=model.architecture,
+                world=gang.world,
+                dtype=model.dtype,
+                step=skeleton.step,
+                files=tuple(written),
+            )
+            checkpoint.finish(path, manifest)
+    except PlexError as error:
+        failure = error
+    if gang.rank == 0 and (failure is not None or len(written) < gang.world):
+        checkpoint.abandon(path)
+    gang.share_failure(failure)
+    return sum(file.bytes for file in written)
+
+
+def load(
+    skeleton: Skeleton, model: ModelSpec, path: Path, uri: str, gang: Gang, *, optimizer: bool
+) -> int:
+    """Read a checkpoint folder; an open step is closed. Nothing changes if it does not fit."""
+    failure: PlexError | None = None
+    try:
+        manifest = checkpoint.read_manifest(path, uri)
+        _check_fit(manifest, model, gang.world)
+        checkpoint.check_file(path, manifest.files[gang.rank], uri)
+    except PlexError as error:
+        failure = error
+    gang.share_failure(failure)
+    wanted = {**skeleton.weights(), **skeleton.masters()}
+    if optimizer:
+        wanted |= skeleton.moments()
+    with safe_open(path / manifest.files[gang.rank].name, framework="pt") as file:
+        for name, tensor in wanted.items():
+            tensor.copy_(file.get_tensor(name))
+    if not optimizer:
+        skeleton.reset_moments()
+    skeleton.close_step()
+    skeleton.set_counters({**skeleton.counters(), "step": manifest.step if optimizer else 0})
+    return sum(tensor.numel() * tensor.element_size() for tensor in wanted.values())
+
+
+def _check_fit(manifest: Manifest, model: ModelSpec, world: int) -> None:
+    if manifest.architecture != model.architecture:
+        raise BadInput(
+            f"{manifest.uri} is of architecture {manifest.architecture} ({manifest.dtype}) and "
+            f"model {model.name} of {model.architecture} ({model.dtype}); load it into a "
+            f"deployment of the same base model"
+        )
+    if manifest.world != world:
+        raise BadInput(
+            f"{manifest.uri} was saved by {manifest.world} ranks and this WPG has {world}; "
+            f"load it on a WPG of {manifest.world} ranks"
+        )
+
+
+def export(
+    skeleton: Skeleton, model: ModelSpec, path: Path, durable: Path | None, gang: Gang
+) -> int:
+    """Write the sampling weights to ``path``, and a loadable model folder to ``durable``."""
+    failure: PlexError | None = None
+    written = 0
+    if gang.rank == 0:
+        weights = _buffers(skeleton.named_weights())
+        try:
+            with storage_errors(path.parent, 0):
+                path.parent.mkdir(parents=True, exist_ok=True)
+            written = write_tensors(path, weights, durable=False).bytes
+            if durable is not None:
+                _export_folder(weights, Path(model.path), durable)
+        except PlexError as error:
+            failure = error
+    gang.share_failure(failure)
+    return gang.everyones(written)[0]
+
+
+def _export_folder(weights: list[NamedBuffer], base: Path, path: Path) -> None:
+    """A folder that transformers and vLLM load: weights, config, tokenizer."""
+    part = checkpoint.begin(path)
+    try:
+        write_tensors(part / "model.safetensors", weights, durable=True)
+        with storage_errors(part, 0):
+            for file in sorted(base.iterdir()):
+                if file.is_file() and not _is_weights(file.name):
+                    shutil.copyfile(file, part / file.name)
+        publish_folder(part, path)
+    finally:
+        checkpoint.abandon(path)
+
+
+def _is_weights(name: str) -> bool:
+    return name.endswith((".safetensors", ".bin", ".gguf", ".index.json", ".pt"))

@@ -1,0 +1,318 @@
+"""The training engine: deployments take turns in a DeepSpeed skeleton, on every rank of a gang.
+
+Failures and the state. ``BadInput`` leaves everything as it was, with one exception:
+``optim_step`` with a gradient that is not finite closes the step (a controller could never get
+rid of such a gradient otherwise); weights, moments and step are untouched. A loss that is not
+finite is found before its backward pass; what earlier micro-batches of the call added is undone.
+``optim_step`` without a forward_backward since the last one is refused, because a silent step
+with zero gradients would still move the weights by AdamW's momentum.
+"""
+
+import gc
+import hashlib
+import math
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plexrl_slurm import wire
+from plexrl_slurm.core.catalogue import ModelSpec
+from plexrl_slurm.core.errors import BadImage, BadInput
+from plexrl_slurm.engines import batching, jit, losses
+from plexrl_slurm.engines.base import RankSpec
+from plexrl_slurm.engines.checkpoints import Gang, export, load, save
+from plexrl_slurm.engines.skeleton import Skeleton, copy_bytes, dtype_name, quiet
+from plexrl_slurm.memory.slab import Slab, SlabHeader, SlabTensor
+
+#: A rank that hears nothing from another for so long gives up.
+_TIMEOUT: Final = timedelta(minutes=5)
+
+
+class DeepSpeedEngine:
+    """One rank's half of a training WPG; see :class:`plexrl_slurm.engines.base.TrainEngine`."""
+
+    def __init__(self, spec: RankSpec) -> None:
+        """Join the gang: returns when all ranks are there."""
+        self._spec = spec
+        self._stage = int(spec.options.get("zero_stage", 2))
+        self._max_tokens = int(spec.options.get("max_tokens_per_microbatch", 8192))
+        self._share = bool(spec.options.get("prefix_sharing", True))
+        if self._stage not in (1, 2):
+            raise BadInput(f"zero_stage is {self._stage}; this engine has 1 and 2")
+        if self._max_tokens < 1:
+            raise BadInput("max_tokens_per_microbatch must be 1 or more")
+        _join(spec)
+        self._gang = Gang(rank=spec.rank, world=spec.world)
+        self._skeleton: Skeleton | None = None
+        self._deployment = ""
+        self._model: ModelSpec | None = None
+        self._slabs: dict[Path, Slab] = {}
+
+    # -- whose turn it is --------------------------------------------------------------------
+
+    def create(self, deployment: str, body: wire.Create) -> wire.Created:
+        model = self._spec.models.get(body.base_model)
+        if model is None:
+            known = ", ".join(sorted(self._spec.models))
+            raise BadInput(f"unknown model {body.base_model!r}; this WPG knows {known}")
+        torch.manual_seed(body.seed)
+        skeleton = self._skeleton_for(model)
+        skeleton.reset(model)
+        self._deployment, self._model = deployment, model
+        return wire.Created(parameters=skeleton.parameters)
+
+    def save_image(self, path: Path, *, deployment: str, progress: tuple[int, int]) -> int:
+        skeleton, _ = self._resident(deployment)
+        state = skeleton.image()
+        slab = self._slab(path)
+        header = slab.write(
+            SlabHeader(
+                deployment=deployment,
+                progress=progress,
+                rank=self._spec.rank,
+                world=self._spec.world,
+                architecture=self._layout(skeleton.architecture),
+                tensors=tuple(_entry(name, tensor) for name, tensor in state.items()),
+                state=skeleton.counters(),
+            )
+        )
+        moved = 0
+        for place, tensor in zip(slab.views(header.tensors), state.values(), strict=True):
+            moved += copy_bytes(torch.frombuffer(place, dtype=tensor.dtype), tensor.contiguous())
+        slab.commit()
+        return moved
+
+    def load_image(self, path: Path, *, deployment: str) -> int:
+        slab = self._slab(path)
+        header = slab.read()
+        model = self._model_of(path, header, deployment)
+        skeleton = self._skeleton_for(model)
+        self._deployment, self._model = "", None  # nobody's, until all is in place
+        table = {t.name: (getattr(torch, t.dtype), t.shape) for t in header.tensors}
+        try:
+            places = skeleton.prepare(table)
+        except KeyError as error:
+            raise BadImage(str(path), f"has a tensor {error} that is not of this layout") from error
+        moved = 0
+        for source, (name, place) in zip(slab.views(header.tensors), places.items(), strict=True):
+            if source.nbytes != place.numel() * place.element_size():
+                raise BadImage(str(path), f"has another size of {name} than this layout")
+            moved += copy_bytes(place, torch.frombuffer(source, dtype=place.dtype))
+        skeleton.set_counters(header.state)
+        self._deployment, self._model = deployment, model
+        return moved
+
+    def _model_of(self, path: Path, header: SlabHeader, deployment: str) -> ModelSpec:
+        if header.deployment != deployment:
+            raise BadImage(str(path), f"holds {header.deployment}, not {deployment}")
+        if (header.rank, header.world) != (self._spec.rank, self._spec.world):
+            raise BadImage(
+                str(path),
+                f"is of rank {header.rank} of {header.world}; "
+                f"this is rank {self._spec.rank} of {self._spec.world}",
+            )
+        for model in self._spec.models.values():
+            if self._layout(model.architecture) == header.architecture:
+                return model
+        raise BadImage(str(path), f"has architecture {header.architecture}, unknown to this WPG")
+
+    def _layout(self, architecture: str) -> str:
+        return f"{architecture}/zero{self._stage}"
+
+    def _slab(self, path: Path) -> Slab:
+        for gone in [p for p, slab in self._slabs.items() if not p.exists()]:
+            del self._slabs[gone]
+        return self._slabs.setdefault(path, Slab(path))
+
+    def _skeleton_for(self, model: ModelSpec) -> Skeleton:
+        if self._skeleton is None or self._skeleton.architecture != model.architecture:
+            self._skeleton = None
+            gc.collect()  # DeepSpeed's engine is full of cycles; give its memory back first
+            self._deployment, self._model = "", None
+            self._skeleton = Skeleton(model, zero_stage=self._stage)
+        return self._skeleton
+
+    def _resident(self, deployment: str | None = None) -> tuple[Skeleton, ModelSpec]:
+        if self._skeleton is None or self._model is None:
+            raise RuntimeError("no deployment is resident")
+        if deployment not in (None, self._deployment):
+            raise RuntimeError(f"{self._deployment} is resident, not {deployment}")
+        return self._skeleton, self._model
+
+    # -- learning ----------------------------------------------------------------------------
+
+    def forward_backward(self, body: wire.ForwardBackward) -> wire.TrainOutput:
+        skeleton, model = self._resident()
+        loss, config = losses.find_loss(body.loss_fn, body.loss_fn_config)
+        examples = batching.check(body, loss, model)
+        share = self._share and skeleton.policy.can_share_prefixes
+        rows = batching.make_rows(examples, share=share, longest=self._max_tokens)
+        plan = batching.deal(rows, examples, world=self._spec.world, max_tokens=self._max_tokens)[
+            self._spec.rank
+        ]
+        inputs = sorted({key for example in examples for key in example.inputs})
+        before = None if body.forward_only else _Undo(skeleton, micro_batches=len(plan))
+        metrics = []
+        logprobs: list[np.ndarray[Any, np.dtype[np.float32]]] = [
+            np.zeros(example.targets.shape, dtype=np.float32) for example in examples
+        ]
+        for batch in (batching.build(rows, examples, inputs) for rows in plan):
+            lp = skeleton.logprobs(batch) if before is None else skeleton.forward(batch)
+            total, found = losses.compute(loss, lp, batch.inputs, batch.segments, config)
+            if not self._gang.all_agree(math.isfinite(found["loss:sum"])):
+                if before is not None:
+                    before.undo()
+                raise BadInput(
+                    f"the loss {body.loss_fn} of this data is not finite; nothing was "
+                    f"accumulated (are logprobs and advantages of the right order of size?)"
+                )
+            if before is not None:
+                skeleton.backward(total)
+            metrics.append(found)
+            for number, part in zip(batch.members, _split(lp, batch), strict=True):
+                logprobs[number] = part
+        self._gang.collect(logprobs)
+        merged = losses.merge(self._gang.everyones(losses.merge(metrics)))
+        return wire.TrainOutput(
+            logprobs=[wire.Array.of(values) for values in logprobs], metrics=merged
+        )
+
+    def optim_step(self, body: wire.OptimStep) -> wire.OptimOutput:
+        skeleton, _ = self._resident()
+        _check_adam(body)
+        if not skeleton.open:
+            raise BadInput(
+                "optim_step without a forward_backward since the last one: there are no gradients"
+            )
+        norm = skeleton.take_step(
+            lr=body.learning_rate,
+            betas=(body.beta1, body.beta2),
+            eps=body.eps,
+            weight_decay=body.weight_decay,
+            clip=body.grad_clip_norm,
+        )
+        skeleton.close_step()
+        if not math.isfinite(norm):
+            raise BadInput(
+                "the gradient is not finite: this step was skipped and its gradients dropped; "
+                "weights and moments are as before"
+            )
+        return wire.OptimOutput(
+            metrics={
+                "grad_norm": norm,
+                "learning_rate": body.learning_rate,
+                "step": float(skeleton.step),
+            }
+        )
+
+    # -- files -------------------------------------------------------------------------------
+
+    def save_state(self, body: wire.SaveState) -> wire.Saved:
+        skeleton, model = self._resident()
+        written = save(skeleton, model, Path(body.path), body.uri, self._gang)
+        return wire.Saved(uri=body.uri, bytes=written)
+
+    def load_state(self, body: wire.LoadState) -> wire.Saved:
+        skeleton, model = self._resident()
+        read = load(
+            skeleton, model, Path(body.path), body.uri, self._gang, optimizer=body.optimizer
+        )
+        return wire.Saved(uri=body.uri, bytes=read)
+
+    def publish(self, body: wire.Publish, path: Path) -> wire.Saved:
+        skeleton, model = self._resident()
+        durable = Path(body.path) if body.path else None
+        written = export(skeleton, model, path, durable, self._gang)
+        return wire.Saved(uri=body.uri, bytes=written)
+
+    def digest(self) -> str:
+        skeleton, _ = self._resident()
+        digest = hashlib.sha256()
+        state = {**skeleton.weights(), **skeleton.masters(), **skeleton.moments()}
+        for name in sorted(state):
+            digest.update(name.encode())
+            digest.update(memoryview(state[name].contiguous().view(torch.uint8).numpy()))
+        return digest.hexdigest()
+
+
+class _Undo:
+    """Takes back what a forward_backward that fails half-way has accumulated."""
+
+    def __init__(self, skeleton: Skeleton, *, micro_batches: int) -> None:
+        self._skeleton = skeleton
+        self._counters = skeleton.counters()
+        # One micro-batch fails before its backward pass: nothing to take back.
+        grads = skeleton.gradients() if micro_batches > 1 else {}
+        self._gradients = {name: tensor.detach().clone() for name, tensor in grads.items()}
+
+    def undo(self) -> None:
+        if not self._counters["open"]:
+            self._skeleton.close_step()
+        for name, tensor in self._skeleton.gradients().items():
+            if name in self._gradients:
+                tensor.detach().copy_(self._gradients[name])
+        self._skeleton.set_counters(self._counters)
+
+
+def _split(lp: Tensor, batch: batching.MicroBatch) -> Sequence[np.ndarray[Any, Any]]:
+    """The logprobs of each member of the micro-batch."""
+    if not batch.members:
+        return []
+    sizes = torch.bincount(batch.segments, minlength=len(batch.members)).tolist()
+    return [part.numpy() for part in lp.detach().split(sizes)]
+
+
+def _entry(name: str, tensor: Tensor) -> SlabTensor:
+    return SlabTensor(
+        name=name,
+        dtype=dtype_name(tensor),
+        shape=tuple(tensor.shape),
+        bytes=tensor.numel() * tensor.element_size(),
+    )
+
+
+def _check_adam(body: wire.OptimStep) -> None:
+    limits = {
+        "learning_rate": (body.learning_rate, math.inf),
+        "beta1": (body.beta1, 1.0),
+        "beta2": (body.beta2, 1.0),
+        "eps": (body.eps, math.inf),
+        "weight_decay": (body.weight_decay, math.inf),
+        "grad_clip_norm": (body.grad_clip_norm, math.inf),
+    }
+    for name, (value, below) in limits.items():
+        if not 0.0 <= value < below:
+            raise BadInput(
+                f"adam_params: {name} is {value}; it must be at least 0 and below {below}"
+            )
+
+
+def _join(spec: RankSpec) -> None:
+    """Bring up this process's group, once; a second engine in the process shares it."""
+    torch.set_num_threads(max(1, len(spec.cores) // spec.world))
+    if torch.distributed.is_initialized():
+        here = torch.distributed.get_world_size()
+        if here != spec.world:
+            raise RuntimeError(f"this process is in a gang of {here}, not {spec.world}")
+        return
+    os.environ.update(
+        RANK=str(spec.rank),
+        LOCAL_RANK=str(spec.rank),
+        WORLD_SIZE=str(spec.world),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(spec.master_port),
+        HF_HUB_OFFLINE="1",
+    )
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("DEEPSPEED_TIMEOUT", str(int(_TIMEOUT.total_seconds() // 60)))
+    jit.clear_stale_locks(jit.extensions_dir())
+    with quiet():
+        import deepspeed
+
+        deepspeed.init_distributed("gloo", timeout=_TIMEOUT, verbose=False)

@@ -1,0 +1,321 @@
+"""One DeepSpeed ZeRO engine that many deployments take turns in: what an image holds.
+
+Deployments of one architecture are copied in and out of the engine's own flat buffers, in
+place. DeepSpeed runs with ``managed_gradient_accumulation`` off: a backward pass only
+accumulates and ``step()`` is the boundary, so a step may stay open for as long as one likes
+and its gradients are part of the image. Which attributes hold what was found by experiment with
+DeepSpeed 0.19 (bit-identity at ZeRO-1 and 2, fp32 and bf16, one and two ranks; the tests of
+this package repeat it); another release must pass the same tests before it is allowed.
+"""
+
+import ctypes
+import io
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from plexrl_slurm.core.catalogue import ModelSpec
+from plexrl_slurm.core.errors import BadInput
+from plexrl_slurm.engines.batching import MicroBatch
+from plexrl_slurm.engines.policy import Policy
+
+#: Counters of the engine and of its ZeRO optimizer that a deployment takes with it.
+_ENGINE_COUNTERS: Final = (
+    "global_steps",
+    "micro_steps",
+    "global_samples",
+    "skipped_steps",
+    "_unmanaged_backward_count",
+    "_step_applied",
+)
+_ZERO_COUNTERS: Final = (
+    "micro_step_id",
+    "_epilogue_ran_this_backward",
+    "_backward_seen_this_step",
+    "overflow",
+)
+#: Gradients are reduced in buckets of so many elements.
+_BUCKET_ELEMENTS: Final = 1 << 24
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """``float32``, ``bfloat16``, …"""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def copy_bytes(to: Tensor, source: Tensor) -> int:
+    """Copy between contiguous tensors of one dtype and size; returns the bytes."""
+    size: int = source.numel() * source.element_size()
+    if to.device.type == source.device.type == "cpu":
+        # memcpy streams past the cache, which copy_ does not.
+        ctypes.memmove(to.data_ptr(), source.data_ptr(), size)
+    else:
+        to.reshape(-1).view(torch.uint8).copy_(source.reshape(-1).view(torch.uint8))
+    return size
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Other people's deprecation warnings and progress reports end here."""
+    with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield
+
+
+class Skeleton:
+    """The engine of one architecture. Whose state is in it is its owner's business."""
+
+    def __init__(self, model: ModelSpec, *, zero_stage: int) -> None:
+        """Build it; all ranks together. Its first content is ``model``'s base weights."""
+        import deepspeed
+
+        self.architecture = model.architecture
+        self.zero_stage = zero_stage
+        self.policy = Policy(_read_model(model))
+        for parameter in self.policy.parameters():
+            parameter.data = parameter.data.clone()  # mapped from the file until now
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+        with quiet():
+            self._engine = deepspeed.initialize(
+                model=self.policy,
+                model_parameters=list(self.policy.parameters()),
+                config=_config(model, zero_stage),
+            )[0]
+        self._zero: Any = self._engine.optimizer
+        self._inner: Any = self._zero.optimizer
+        self._masters: list[Tensor] = [
+            t.detach() for t in self._zero.single_partition_of_fp32_groups
+        ]
+        for master in self._zero.single_partition_of_fp32_groups:
+            # What AdamW would make in its first step, so that images can be copied into it.
+            self._inner.state[master] = {
+                "step": torch.zeros((), dtype=torch.float32),
+                "exp_avg": torch.zeros_like(master.detach()),
+                "exp_avg_sq": torch.zeros_like(master.detach()),
+            }
+        #: True between a forward_backward and the optim_step that ends the step.
+        self.open = False
+        #: Where gradients of a loaded open step live.
+        self._slots: dict[str, Tensor] = {}
+        self._fresh = self.counters()
+
+    # -- the state ---------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that the content has taken."""
+        return int(next(iter(self._inner.state.values()))["step"].item())
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters, tied ones once."""
+        return sum(p.numel() for p in self.policy.parameters())
+
+    def weights(self) -> dict[str, Tensor]:
+        """Parameters as the model computes with them; complete on every rank."""
+        return {f"weights.{i}": t for i, t in enumerate(self._zero.bit16_groups_flat)}
+
+    def masters(self) -> dict[str, Tensor]:
+        """This rank's share of the fp32 master weights."""
+        return {f"master.{i}": t for i, t in enumerate(self._masters)}
+
+    def moments(self) -> dict[str, Tensor]:
+        """This rank's share of AdamW's moments."""
+        return {
+            f"{name}.{i}": state[name]
+            for i, state in enumerate(self._inner.state.values())
+            for name in ("exp_avg", "exp_avg_sq")
+        }
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Gradients of the open step; empty when none is open."""
+        if not self.open:
+            return {}
+        if self.zero_stage == 1:
+            return {
+                f"grad.{i}": p.grad
+                for i, p in enumerate(self.policy.parameters())
+                if p.grad is not None
+            }
+        return {
+            f"grad.{group}.{i}": tensor
+            for group, tensors in self._zero.all_grad_tensors.items()
+            for i, tensor in enumerate(tensors or ())
+        }
+
+    def image(self) -> dict[str, Tensor]:
+        """Everything that an image must hold: moments only once there are some."""
+        state = {**self.weights(), **self.masters()}
+        if self.step:
+            state |= self.moments()
+        return state | {name: t.detach() for name, t in self.gradients().items()}
+
+    def counters(self) -> dict[str, int]:
+        """Everything that an image must hold and that is not a tensor."""
+        found = {f"engine.{name}": getattr(self._engine, name) for name in _ENGINE_COUNTERS}
+        found |= {f"zero.{name}": getattr(self._zero, name) for name in _ZERO_COUNTERS}
+        found |= {"zero.ready": self._zero.ready_for_gradients, "open": self.open}
+        return {name: int(value) for name, value in found.items()} | {"step": self.step}
+
+    def set_counters(self, counters: Mapping[str, int]) -> None:
+        """The counterpart of :meth:`counters`; gradients must have been set before."""
+        for name in _ENGINE_COUNTERS:
+            was = getattr(self._engine, name)
+            setattr(self._engine, name, type(was)(counters[f"engine.{name}"]))
+        for name in _ZERO_COUNTERS:
+            was = getattr(self._zero, name)
+            setattr(self._zero, name, type(was)(counters[f"zero.{name}"]))
+        for state in self._inner.state.values():
+            state["step"].fill_(counters["step"])
+        self.open = bool(counters["open"])
+        # The buckets of a ZeRO-1 step are set up by its first backward pass and dropped by
+        # its last; without them the next backward pass of a loaded step finds none.
+        self._zero._release_ipg_buffers()
+        if counters["zero.ready"]:
+            self._zero.micro_step_id -= 1
+            self._zero.setup_buckets()
+
+    def prepare(
+        self, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    ) -> dict[str, Tensor]:
+        """Where the tensors of an image with this table belong; moments it lacks are zeroed.
+
+        Whatever gradients were there are forgotten. Raises ``KeyError`` for a foreign name.
+        """
+        places = {**self.weights(), **self.masters()}
+        if any(name in tensors for name in self.moments()):
+            places |= self.moments()
+        else:
+            self.reset_moments()
+        self._forget_gradients()
+        grads = {name: shape for name, shape in tensors.items() if name.startswith("grad.")}
+        parameters = list(self.policy.parameters())
+        for name, (dtype, shape) in grads.items():
+            slot = self._slots.get(name)
+            if slot is None:
+                slot = self._slots[name] = torch.empty(shape, dtype=dtype)
+            places[name] = slot
+            group, _, index = name.removeprefix("grad.").rpartition(".")
+            if self.zero_stage == 1:
+                parameters[int(index)].grad = slot
+            else:
+                self._zero.all_grad_tensors.setdefault(int(group), []).append(slot)
+        return {name: places[name] for name in tensors}
+
+    def reset_moments(self) -> None:
+        """Zero moments and step, as before the first optimizer step."""
+        for state in self._inner.state.values():
+            for tensor in state.values():
+                tensor.zero_()
+
+    def close_step(self) -> None:
+        """Forget an open step: no gradients, counters as between two steps."""
+        counters = self.counters()
+        self._forget_gradients()
+        fresh = {f"zero.{name}": self._fresh[f"zero.{name}"] for name in _ZERO_COUNTERS}
+        self.set_counters(
+            {**counters, **fresh, "engine._unmanaged_backward_count": 0, "zero.ready": 0, "open": 0}
+        )
+
+    def _forget_gradients(self) -> None:
+        for parameter in self.policy.parameters():
+            parameter.grad = None
+        self._zero.all_grad_tensors = {}
+        self._zero.averaged_gradients = {}
+
+    def reset(self, model: ModelSpec) -> None:
+        """Fresh state: ``model``'s base weights, zero moments, step 0."""
+        base = dict(_read_model(model).named_parameters())
+        with torch.no_grad():
+            for name, parameter in self.policy.model.named_parameters():
+                parameter.copy_(base[name])
+        self.follow_weights()
+        self._forget_gradients()
+        self.reset_moments()
+        self.set_counters(self._fresh)
+
+    def follow_weights(self) -> None:
+        """Make the master weights those of the model."""
+        for master, partitions, group in zip(
+            self._masters,
+            self._zero.parallel_partitioned_bit16_groups,
+            self._zero.real_dp_process_group,
+            strict=True,
+        ):
+            master.copy_(partitions[torch.distributed.get_rank(group)])
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters by their Hugging Face names, tied ones once."""
+        for name, parameter in self.policy.model.named_parameters():
+            yield name, parameter.detach()
+
+    # -- computing ---------------------------------------------------------------------------
+
+    def logprobs(self, batch: MicroBatch) -> Tensor:
+        """Logprobs without a gradient; no counter moves."""
+        with torch.no_grad():
+            result: Tensor = self.policy(batch)
+        return result
+
+    def forward(self, batch: MicroBatch) -> Tensor:
+        """Logprobs that a loss can be made of."""
+        result: Tensor = self._engine(batch)
+        return result
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the loss's gradients to the open step, or open one. Collective at ZeRO-2."""
+        self._engine.backward(loss)
+        self.open = True
+
+    def take_step(self, *, clip: float, **adam: Any) -> float:
+        """AdamW with the open step's gradients; the global norm before clipping.
+
+        Not finite: nothing was changed, but the gradients are gone. Collective.
+        """
+        self._zero.clip_grad = clip
+        for group in self._inner.param_groups:
+            group.update(adam)
+        self._engine.step()
+        self.open = False
+        return float("nan") if self._zero.overflow else float(self._zero._global_grad_norm)
+
+
+def _read_model(model: ModelSpec) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    if not (Path(model.path) / "config.json").is_file():
+        raise BadInput(f"model {model.name}: there is no config.json in {model.path}")
+    transformers_logging.disable_progress_bar()
+    with quiet():
+        return AutoModelForCausalLM.from_pretrained(
+            model.path,
+            dtype=getattr(torch, model.dtype),
+            attn_implementation="sdpa",
+            local_files_only=True,
+        )
+
+
+def _config(model: ModelSpec, zero_stage: int) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        # Losses are sums over tokens, so gradients are sums over ranks.
+        "gradient_allreduce_op": "sum",
+        "zero_optimization": {
+            "stage": zero_stage,
+            "overlap_comm": False,
+            "reduce_bucket_size": _BUCKET_ELEMENTS,
+        },
+        # PyTorch's AdamW: DeepSpeed's own keeps state in C++ that a restart loses.
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.0, "torch_adam": True, "fused": True}},
+        "bf16": {"enabled": model.dtype == "bfloat16"},
+        "steps_per_print": None,
+    }

@@ -1,0 +1,102 @@
+"""Checkpoint folders of training state: one safetensors file per rank, and a manifest.
+
+``manifest.json`` is written last, inside a folder that gets its name last, so a folder with
+that name is a whole checkpoint. Engines fill in the tensors; this module knows the files.
+"""
+
+import hashlib
+import shutil
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from plexrl_slurm.core.errors import BadInput
+from plexrl_slurm.memory.files import part_name, publish_folder, storage_errors, write_bytes
+
+MANIFEST: Final = "manifest.json"
+_FORMAT: Final = 1
+
+
+class RankFile(msgspec.Struct, frozen=True):
+    """One rank's share."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """What a checkpoint folder holds."""
+
+    uri: str
+    architecture: str
+    world: int
+    #: ``float32`` or ``bfloat16``.
+    dtype: str
+    #: Optimizer steps taken.
+    step: int
+    files: tuple[RankFile, ...]
+    format: int = _FORMAT
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.bytes for file in self.files)
+
+
+def rank_file(rank: int) -> str:
+    """Name of a rank's file."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def begin(path: Path) -> Path:
+    """The empty folder to write into; called by one rank, the others know its name."""
+    part = part_name(path)
+    with storage_errors(_existing_parent(path), 0):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir()
+    return part
+
+
+def finish(path: Path, manifest: Manifest) -> None:
+    """Publish the folder that all ranks have filled; called by one rank."""
+    part = part_name(path)
+    write_bytes(part / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+    publish_folder(part, path)
+
+
+def abandon(path: Path) -> None:
+    """Leave nothing behind of a checkpoint that could not be written."""
+    shutil.rmtree(part_name(path), ignore_errors=True)
+
+
+def read_manifest(path: Path, uri: str) -> Manifest:
+    """The manifest of the checkpoint at ``path``; raises ``BadInput`` if it is none."""
+    try:
+        manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
+    except FileNotFoundError:
+        raise BadInput(
+            f"{uri}: there is no checkpoint of training state here; save_state makes one"
+        ) from None
+    except msgspec.DecodeError as error:
+        raise BadInput(f"{uri}: its manifest cannot be read ({error})") from error
+    if manifest.format != _FORMAT:
+        raise BadInput(f"{uri} has format {manifest.format}; this release reads {_FORMAT}")
+    return manifest
+
+
+def check_file(path: Path, file: RankFile, uri: str) -> None:
+    """Compare a rank's file with the manifest; raises ``BadInput``."""
+    where = path / file.name
+    try:
+        with where.open("rb") as stream:
+            found = hashlib.file_digest(stream, "sha256").hexdigest()
+    except FileNotFoundError:
+        raise BadInput(f"{uri}: its file {file.name} is missing; load another checkpoint") from None
+    if found != file.sha256:
+        raise BadInput(f"{uri}: its file {file.name} is damaged; load another checkpoint")
+
+
+def _existing_parent(path: Path) -> Path:
+    return next(parent for parent in path.parents if parent.exists())

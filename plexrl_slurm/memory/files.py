@@ -1,0 +1,151 @@
+"""Files and folders that are complete or not there: write under another name, sync, rename.
+
+``write_tensors`` writes the safetensors format (https://github.com/huggingface/safetensors) from
+plain buffers: no copy, no torch, and the checksum comes for free.
+"""
+
+import ctypes
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from plexrl_slurm.core.errors import StorageFull
+
+#: dtype names of numpy and torch to those of safetensors.
+_SAFETENSORS: Final = {
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "int64": "I64",
+}
+_AT_FDCWD: Final = -100
+_RENAME_EXCHANGE: Final = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedBuffer:
+    """One tensor as bytes."""
+
+    name: str
+    #: ``float32``, ``bfloat16``, ``float16`` or ``int64``.
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """What a file turned out to be."""
+
+    bytes: int
+    #: Hex digest; "" if it was not asked for.
+    sha256: str
+
+
+@contextmanager
+def storage_errors(where: Path, needed_bytes: int) -> Iterator[None]:
+    """Turn a full disk into ``StorageFull``, at this border only."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        free = os.statvfs(where)
+        raise StorageFull(str(where), needed_bytes, free.f_bavail * free.f_frsize) from error
+
+
+def write_tensors(
+    path: Path, tensors: Sequence[NamedBuffer], *, durable: bool, checksum: bool = False
+) -> Written:
+    """Write a safetensors file at ``path``, complete or not at all. ``durable``: fsync it."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for tensor in tensors:
+        end = at + tensor.data.nbytes
+        header[tensor.name] = {
+            "dtype": _SAFETENSORS[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, end],
+        }
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256()
+    part = part_name(path)
+    try:
+        with storage_errors(path.parent, at), part.open("wb", buffering=0) as file:
+            head = memoryview(len(text).to_bytes(8, "little") + text)
+            for piece in (head, *(tensor.data for tensor in tensors)):
+                _write_all(file.fileno(), piece.cast("B"))
+                if checksum:
+                    digest.update(piece)
+            if durable:
+                os.fsync(file.fileno())
+        part.rename(path)
+    finally:
+        with suppress(FileNotFoundError):
+            part.unlink()
+    if durable:
+        sync_folder(path.parent)
+    return Written(bytes=8 + len(text) + at, sha256=digest.hexdigest() if checksum else "")
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    # One write() moves 2 GiB at most, and a full disk may cut it short before it fails.
+    while data.nbytes:
+        data = data[os.write(descriptor, data[: 1 << 30]) :]
+
+
+def part_name(path: Path) -> Path:
+    """Where ``path`` is written before it is renamed: the same for every rank of a gang."""
+    return path.with_name(f".{path.name}.part")
+
+
+def sync_folder(path: Path) -> None:
+    """Make renames in the folder survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write and fsync a small file inside a folder that is not published yet."""
+    with storage_errors(path.parent, len(data)), path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def publish_folder(part: Path, path: Path) -> None:
+    """Give the finished folder ``part`` its name; whatever has the name is replaced at once."""
+    sync_folder(part)
+    if path.exists():
+        _exchange(part, path)
+        shutil.rmtree(part, ignore_errors=True)
+    else:
+        part.rename(path)
+    sync_folder(path.parent)
+
+
+def _exchange(one: Path, other: Path) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    answer = libc.renameat2(
+        _AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE
+    )
+    if answer == 0:
+        return
+    # A file system without exchange (NFS): two renames, and the old one stays findable between.
+    old = other.with_name(f".{other.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    other.rename(old)
+    one.rename(other)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,107 @@
+"""Which slab holds which image: the agent's half of the host tier of one training WPG.
+
+An image is written into a slot that holds nothing valuable, and becomes *the* image of its
+deployment only when every rank has finished; then the older one's slot is free again. So k
+deployments need k + 1 slots, and at every instant each has a complete image or none yet.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from plexrl_slurm.core.errors import BadImage
+from plexrl_slurm.memory.slab import read_header
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A complete image."""
+
+    deployment: str
+    progress: tuple[int, int]
+    slot: int
+    bytes: int
+
+
+class ImageStore:
+    """Slots of one WPG. Not thread-safe; one agent owns it."""
+
+    def __init__(self, folder: Path, *, world: int) -> None:
+        self._folder, self._world = folder, world
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._held: dict[str, Held] = {}
+        self._writing: set[int] = set()
+        for slot in self._slots_on_disk():
+            self._adopt(slot)
+
+    def held(self) -> Iterable[Held]:
+        """All complete images."""
+        return self._held.values()
+
+    def find(self, deployment: str) -> Held | None:
+        """The complete image of ``deployment``."""
+        return self._held.get(deployment)
+
+    def paths(self, slot: int) -> list[Path]:
+        """One slab for each rank."""
+        return [self._folder / f"slot-{slot}.rank-{rank}" for rank in range(self._world)]
+
+    def begin(self) -> int:
+        """A slot to write into; ends in :meth:`commit` or :meth:`abandon`."""
+        taken = {held.slot for held in self._held.values()} | self._writing
+        slot = next(number for number in range(len(taken) + 1) if number not in taken)
+        self._writing.add(slot)
+        return slot
+
+    def commit(self, slot: int, *, deployment: str, progress: tuple[int, int]) -> None:
+        """Every rank has finished writing ``slot``: it is the image now."""
+        self._writing.discard(slot)
+        size = sum(path.stat().st_size for path in self.paths(slot))
+        self._held[deployment] = Held(
+            deployment=deployment, progress=progress, slot=slot, bytes=size
+        )
+
+    def abandon(self, slot: int) -> None:
+        """The write failed; the older image stays valid."""
+        self._writing.discard(slot)
+
+    def drop(self, deployment: str) -> None:
+        """Forget an image; its slab stays warm for the next one unless there are many free."""
+        self._held.pop(deployment, None)
+        taken = {held.slot for held in self._held.values()} | self._writing
+        free = [slot for slot in self._slots_on_disk() if slot not in taken]
+        for slot in free[2:]:
+            for path in self.paths(slot):
+                path.unlink(missing_ok=True)
+
+    def keep_only(self, deployments: Iterable[str]) -> None:
+        """Drop every image of a deployment that is not named."""
+        for gone in set(self._held) - set(deployments):
+            self.drop(gone)
+
+    def _slots_on_disk(self) -> list[int]:
+        names = (path.name for path in self._folder.glob("slot-*.rank-0"))
+        return sorted(int(name.split(".")[0].removeprefix("slot-")) for name in names)
+
+    def _adopt(self, slot: int) -> None:
+        """Take over what an earlier agent left, if all its ranks agree on what it is."""
+        try:
+            headers = [read_header(path) for path in self.paths(slot)]
+        except (BadImage, OSError):
+            return
+        first = headers[0]
+        if any(
+            (header.deployment, tuple(header.progress), header.world)
+            != (first.deployment, tuple(first.progress), self._world)
+            for header in headers
+        ):
+            return
+        seq, part = first.progress
+        older = self._held.get(first.deployment)
+        if older is None or older.progress < (seq, part):
+            self._held[first.deployment] = Held(
+                deployment=first.deployment,
+                progress=(seq, part),
+                slot=slot,
+                bytes=sum(path.stat().st_size for path in self.paths(slot)),
+            )
