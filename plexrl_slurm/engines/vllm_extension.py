@@ -1,0 +1,64 @@
+"""What we add to vLLM's worker, inside the worker's process.
+
+Importing it there starts a thread that waits for the end of the rank process, so that a rank
+that was killed leaves nothing running: vLLM's own engine process would wait for ever.
+"""
+
+import multiprocessing
+import os
+import select
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+#: Environment variable with the pid of the rank process.
+RANK_PID: Final = "PLEXRL_RANK_PID"
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker class; every method can be called by ``collective_rpc``."""
+
+    def plexrl_load(self, paths: Sequence[str]) -> None:
+        """Replace the weights in place by those in some safetensors files."""
+        worker: Any = self
+        worker.reload_weights(weights_iterator=_tensors(paths))
+        # A tied head has no tensor of its own, so the reload leaves its packed copy (CPU) stale.
+        head: Any = getattr(worker.get_model(), "lm_head", None)
+        if worker.model_config.hf_text_config.tie_word_embeddings and hasattr(head, "weight"):
+            head.quant_method.process_weights_after_loading(head)
+
+
+def _tensors(paths: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    from safetensors import safe_open
+
+    for path in paths:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (not a mapping)
+                yield name, file.get_tensor(name)
+
+
+def _end_with(rank: int, creator: int) -> None:
+    """Wait until process ``rank`` has ended, then end this one and the engine between them."""
+    with suppress(ProcessLookupError):  # it ended before we looked
+        poll = select.poll()
+        poll.register(os.pidfd_open(rank), select.POLLIN)
+        poll.poll()
+    if creator != rank:
+        with suppress(ProcessLookupError):
+            os.kill(creator, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _watch_rank() -> None:
+    rank = int(os.environ.get(RANK_PID, "0"))
+    creator = multiprocessing.parent_process()
+    if rank and creator is not None and creator.pid is not None:
+        watcher = threading.Thread(
+            target=_end_with, args=(rank, creator.pid), name="plexrl-watch-rank", daemon=True
+        )
+        watcher.start()
+
+
+_watch_rank()
