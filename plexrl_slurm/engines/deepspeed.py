@@ -23,7 +23,7 @@ from torch import Tensor
 
 from plexrl_slurm import wire
 from plexrl_slurm.core.catalogue import ModelSpec
-from plexrl_slurm.core.errors import BadImage, BadInput
+from plexrl_slurm.core.errors import BadImage, BadInput, StorageFull
 from plexrl_slurm.engines import batching, jit, losses
 from plexrl_slurm.engines.base import RankSpec
 from plexrl_slurm.engines.checkpoints import Gang, export, load, save
@@ -71,17 +71,23 @@ class DeepSpeedEngine:
         skeleton, _ = self._resident(deployment)
         state = skeleton.image()
         slab = self._slab(path)
-        header = slab.write(
-            SlabHeader(
-                deployment=deployment,
-                progress=progress,
-                rank=self._spec.rank,
-                world=self._spec.world,
-                architecture=self._layout(skeleton.architecture),
-                tensors=tuple(_entry(name, tensor) for name, tensor in state.items()),
-                state=skeleton.counters(),
-            )
+        header = SlabHeader(
+            deployment=deployment,
+            progress=progress,
+            rank=self._spec.rank,
+            world=self._spec.world,
+            architecture=self._layout(skeleton.architecture),
+            tensors=tuple(_entry(name, tensor) for name, tensor in state.items()),
+            state=skeleton.counters(),
         )
+        failure: StorageFull | None = None
+        try:
+            slab.reserve(header)
+        except StorageFull as error:
+            failure = error
+        # Either all ranks overwrite their slabs or none does: half an image is none.
+        self._gang.share_failure(failure)
+        header = slab.write(header)
         moved = 0
         for place, tensor in zip(slab.views(header.tensors), state.values(), strict=True):
             moved += copy_bytes(torch.frombuffer(place, dtype=tensor.dtype), tensor.contiguous())

@@ -145,17 +145,24 @@ class Slab:
                 self._map_file(file.fileno())
         return header
 
+    def reserve(self, header: SlabHeader) -> None:
+        """Make room for ``header`` and its tensors; raises ``StorageFull``.
+
+        What the slab holds stays valid.
+        """
+        _, needed = _lay_out(header)
+        if not self.current() or self._map is None or len(self._map) < needed:
+            self._grow(needed)
+
     def write(self, header: SlabHeader) -> SlabHeader:
         """Invalidate what is there and write ``header``; answers with the offsets filled in.
 
-        Raises ``StorageFull`` before anything has changed. The slab is valid again after
-        :meth:`commit`.
+        The slab is valid again after :meth:`commit`.
         """
+        self.reserve(header)
         placed, needed = _lay_out(header)
-        if not self.current() or self._map is None or len(self._map) < needed:
-            self._grow(needed)
         space = self._map
-        assert space is not None  # for the type checker: _grow maps or raises
+        assert space is not None  # for the type checker: reserve maps or raises
         _MARK.pack_into(space, _MARK_AT, 0)
         self._header = msgspec.msgpack.encode(placed)
         _PRELUDE.pack_into(space, 0, _MAGIC, _VERSION, len(self._header), needed, 0)
