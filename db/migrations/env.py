@@ -1,0 +1,15 @@
+"""Alembic's entry; the caller has made the connection and begun the transaction."""
+
+from alembic import context
+
+from plexrl_slurm.db.models import Base
+
+connection = context.config.attributes["connection"]
+context.configure(
+    connection=connection,
+    target_metadata=Base.metadata,
+    render_as_batch=True,
+    transactional_ddl=True,
+)
+with context.begin_transaction():
+    context.run_migrations()

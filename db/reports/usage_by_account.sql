@@ -1,0 +1,31 @@
+-- GPU time of each account by activity, effective steps, and GPU-hours per step.
+-- A step is an optim_step call that is done. Idle and down time is nobody's and not in here.
+WITH charged AS (
+    SELECT job_id,
+           SUM(CASE WHEN activity = 'busy' THEN gpu_us ELSE 0 END) AS busy,
+           SUM(CASE WHEN activity = 'switch' THEN gpu_us ELSE 0 END) AS switch,
+           SUM(CASE WHEN activity = 'kept' THEN gpu_us ELSE 0 END) AS kept,
+           SUM(gpu_us) AS bill
+    FROM ledger
+    WHERE job_id IS NOT NULL
+    GROUP BY job_id
+),
+stepped AS (
+    SELECT job_id, COUNT(*) AS steps
+    FROM calls
+    WHERE kind = 'optim_step' AND state = 'done'
+    GROUP BY job_id
+)
+SELECT j.partition, j.account,
+       COUNT(*) AS jobs,
+       CAST(COALESCE(SUM(c.busy), 0) AS BIGINT) AS busy_gpu_us,
+       CAST(COALESCE(SUM(c.switch), 0) AS BIGINT) AS switch_gpu_us,
+       CAST(COALESCE(SUM(c.kept), 0) AS BIGINT) AS kept_gpu_us,
+       CAST(COALESCE(SUM(c.bill), 0) AS BIGINT) AS bill_gpu_us,
+       CAST(COALESCE(SUM(s.steps), 0) AS BIGINT) AS steps,
+       ROUND(CAST(SUM(c.bill) / 3600000000.0 / SUM(s.steps) AS NUMERIC), 9) AS gpu_hours_per_step
+FROM jobs AS j
+LEFT JOIN charged AS c ON c.job_id = j.id
+LEFT JOIN stepped AS s ON s.job_id = j.id
+GROUP BY j.partition, j.account
+ORDER BY j.partition, j.account;

@@ -1,0 +1,53 @@
+"""Sums over calls and the ledger that job control shows while jobs run."""
+
+from collections.abc import Sequence
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from plexrl_slurm.core.ids import JobId
+from plexrl_slurm.core.messages import Activity, FunctionKind
+from plexrl_slurm.db.models import CallRow, CallState, LedgerRow, SessionRow
+from plexrl_slurm.db.upsert import table_of
+
+CALLS, LEDGER = table_of(CallRow), table_of(LedgerRow)
+
+
+def gpu_us_by_job(
+    session: Session, jobs: Sequence[int]
+) -> list[tuple[JobId, Activity, int]]:
+    """``(job, activity, GPU-microseconds)`` of what the jobs were charged so far."""
+    asked = (
+        select(LEDGER.c.job_id, LEDGER.c.activity, func.sum(LEDGER.c.gpu_us))
+        .where(LEDGER.c.job_id.in_(list(jobs)))
+        .group_by(LEDGER.c.job_id, LEDGER.c.activity)
+    )
+    return [(JobId(job), activity, int(total)) for job, activity, total in session.execute(asked)]
+
+
+def steps_by_job(session: Session, jobs: Sequence[int]) -> dict[int, int]:
+    """Effective steps: optimizer steps that were done."""
+    asked = (
+        select(CALLS.c.job_id, func.count())
+        .where(
+            CALLS.c.job_id.in_(list(jobs)),
+            CALLS.c.kind == FunctionKind.OPTIM_STEP,
+            CALLS.c.state == CallState.DONE,
+        )
+        .group_by(CALLS.c.job_id)
+    )
+    return {int(job): int(count) for job, count in session.execute(asked)}
+
+
+def progress_of(session: Session, deployment: str) -> int:
+    """First seq of a deployment that has not ended: what lies below has taken effect."""
+    asked = select(func.max(CALLS.c.seq)).where(
+        CALLS.c.deployment_id == deployment, CALLS.c.state != CallState.WAITING
+    )
+    last = session.execute(asked).scalar_one_or_none()
+    return 0 if last is None else int(last) + 1
+
+
+def sessions_of(session: Session, job: JobId) -> list[SessionRow]:
+    """Every session of a job, finished ones too. Called when a daemon starts."""
+    return list(session.scalars(select(SessionRow).where(SessionRow.job_id == job)))
