@@ -8,7 +8,7 @@ catalogue it returns carries real sizes.
 import ipaddress
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -25,8 +25,8 @@ from plexrl_slurm.tomlcheck import (
     as_count,
     as_name,
     as_seconds,
+    as_switch,
     as_text,
-    like,
     load,
     mapping,
     one_of,
@@ -40,14 +40,20 @@ ENGINE_POOLS: Final[Mapping[str, str]] = {
     "vllm": "rollout",
     "fake_sample": "rollout",
 }
-#: Options of the real engines, with an example of each one's type; a fake takes any.
-ENGINE_OPTIONS: Final[Mapping[str, Mapping[str, object]]] = {
-    "deepspeed": {"zero_stage": 1, "max_tokens_per_microbatch": 4096},
+#: Options of the real engines and how each is read; a fake takes any.
+ENGINE_OPTIONS: Final[Mapping[str, Mapping[str, Callable[[object], object]]]] = {
+    "deepspeed": {
+        "zero_stage": as_count,
+        "max_tokens_per_microbatch": as_count,
+        "prefix_sharing": as_switch,
+    },
     "vllm": {
-        "kv_cache_bytes": "1GiB",
-        "max_num_seqs": 64,
-        "prefix_caching": True,
-        "block_size": 16,
+        "kv_cache_bytes": as_bytes,
+        "max_num_seqs": as_count,
+        "prefix_caching": as_switch,
+        "block_size": as_count,
+        "max_slots": as_count,
+        "model": as_name,
     },
 }
 #: A unix socket's path may not be longer.
@@ -112,6 +118,11 @@ class Settings:
         """The unix socket that the CLI talks to."""
         return self.state_dir / "api.sock"
 
+    @property
+    def jobs_dir(self) -> Path:
+        """Where the local Slurm adapter keeps its jobs."""
+        return self.state_dir / "jobs"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
@@ -127,6 +138,11 @@ class Site:
     def socket(self) -> Path:
         """The unix socket that the daemon listens on."""
         return self.state_dir / "api.sock"
+
+    @property
+    def jobs_dir(self) -> Path:
+        """Where the local Slurm adapter keeps its jobs."""
+        return self.state_dir / "jobs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,8 +266,8 @@ def _wpg(report: Report, key: str, data: Mapping[str, Any]) -> WpgSettings | Non
             f"{pool}: choose {' or '.join(fitting)}, or the other pool",
         )
     if engine is not None and engine in ENGINE_OPTIONS:
-        for name, example in ENGINE_OPTIONS[engine].items():
-            options.take(name, like(example), required=False)
+        for name, convert in ENGINE_OPTIONS[engine].items():
+            options.take(name, convert, required=False)
         options.finish()
     else:
         options.values = dict(options.data)

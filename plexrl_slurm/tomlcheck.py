@@ -204,14 +204,8 @@ def as_bytes(value: object) -> int:
     return int(float(match[1]) * base ** " KMGT".index(unit[:1] or " "))
 
 
-def like(example: object) -> Callable[[object], Any]:
-    """A converter for values of the kind of ``example``."""
-    if isinstance(example, bool):
-        return _switch
-    return as_bytes if isinstance(example, str) else as_count
-
-
-def _switch(value: object) -> bool:
+def as_switch(value: object) -> bool:
+    """True or false."""
     if isinstance(value, bool):
         return value
     raise ValueError(f"{value!r} is not true or false")

@@ -93,7 +93,11 @@ def read(path: str) -> ScriptHead:
 def parse(data: bytes, path: str) -> ScriptHead:
     """The head of the script ``data``; raises ``BadScript`` naming ``path`` and line."""
     _refuse_unusable(data, path)
-    text = data.decode("utf-8", errors="surrogateescape")
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        at = data[: error.start].count(b"\n") + 1
+        raise BadScript(path, at, "batch script is not UTF-8 text: save it as UTF-8") from None
     sbatch: dict[str, str] = {}
     passed_on: list[Option] = []
     gpus: list[Option] = []

@@ -44,8 +44,8 @@ def test_gpu_requests_are_taken_out_and_the_line_numbers_stay(line: str, kept: s
 
 
 def test_a_script_without_gpu_requests_is_not_touched() -> None:
-    data = b"#!/bin/sh\n#SBATCH -J x\necho \xe9\n"
-    assert parse(data, "job.sh").text.encode("utf-8", "surrogateescape") == data
+    data = b"#!/bin/sh\n\n#SBATCH -J x\n  echo \xc3\xa9 \n\n"
+    assert parse(data, "job.sh").text.encode() == data
 
 
 def test_the_last_of_a_repeated_sbatch_option_counts() -> None:
@@ -65,6 +65,7 @@ def test_sbatch_lines_after_the_first_command_do_not_count() -> None:
         pytest.param(b"#!/bin/sh\necho \0\n", None, "NUL", id="NUL behind a shebang"),
         pytest.param(b"#!/bin/sh\necho\r\n", 2, "DOS line breaks", id="CRLF"),
         pytest.param(b"echo hi\n", 1, "does not look like a batch script", id="no shebang"),
+        pytest.param(b"#!/bin/sh\necho \xe9\n", 2, "not UTF-8", id="latin-1"),
         pytest.param(b"#!\necho\n", 1, "names no interpreter", id="bare shebang"),
     ],
 )

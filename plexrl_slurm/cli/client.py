@@ -1,0 +1,165 @@
+"""Speak to the daemon: HTTP over its unix socket, foreign errors turned into ours here."""
+
+import json
+import socket
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from plexrl_slurm.core.errors import DaemonUnavailable, Denied, NotFound, PlexError
+from plexrl_slurm.settings import Site
+
+if TYPE_CHECKING:
+    import httpx
+
+#: Answers come at once, except while the daemon's database is busy.
+TIMEOUT_S = 30.0
+PREFIX = "/plexrl/v1"
+
+
+class Refused(PlexError):
+    """The daemon refused the request. Carries the exit code of the daemon's own error."""
+
+    def __init__(self, sentence: str, code: int) -> None:
+        super().__init__(sentence, code)
+        self.sentence = sentence
+        self.__dict__["exit_code"] = code
+
+    def explain(self) -> str:
+        return self.sentence
+
+
+class Client:
+    """The routes of ``/plexrl/v1`` as methods. The daemon knows the caller by the socket's uid."""
+
+    def __init__(self, site: Site, *, timeout_s: float = TIMEOUT_S) -> None:
+        import httpx  # the start-up of `plexrl --help` does without
+
+        self._site = site
+        self._http = httpx.Client(
+            transport=httpx.HTTPTransport(uds=str(site.socket)),
+            base_url="http://plexrl",
+            timeout=httpx.Timeout(timeout_s, connect=5.0),
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._http.close()
+
+    def health(self) -> dict[str, Any]:
+        """``GET healthz``."""
+        return self._object("GET", f"{PREFIX}/healthz")
+
+    def submit(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Queue a job: ``{"job_id", "token", "env"}``."""
+        return self._object("POST", f"{PREFIX}/jobs", body)
+
+    def bind(self, job_id: int, slurm_id: str) -> None:
+        """Tie the queued job to its Slurm job; only then may it start."""
+        self._ask("POST", f"{PREFIX}/jobs/{job_id}/bind", {"slurm_id": slurm_id})
+
+    def cancel(self, job_id: int, *, reason: str) -> None:
+        """End a job and its Slurm job."""
+        self._ask("POST", f"{PREFIX}/jobs/{job_id}/cancel", {"reason": reason})
+
+    def jobs(self, *, user: str | None = None, ended: bool = False) -> list[dict[str, Any]]:
+        """Jobs that the caller may see."""
+        params: dict[str, str] = {"ended": "true"} if ended else {}
+        if user is not None:
+            params["user"] = user
+        return _items(self._ask("GET", f"{PREFIX}/jobs", params=params), "jobs")
+
+    def job(self, slurm_id: str) -> dict[str, Any]:
+        """The job that the user knows by Slurm's number; an ended one too."""
+        found = [job for job in self.jobs(ended=True) if str(job["slurm_id"]) == slurm_id]
+        if not found:
+            raise NotFound("job", slurm_id)
+        return max(found, key=lambda job: int(job["job_id"]))
+
+    def explain(self, job_id: int) -> dict[str, Any]:
+        """Why a job waits, and its story."""
+        return self._object("GET", f"{PREFIX}/jobs/{job_id}/explain")
+
+    def nodes(self) -> dict[str, Any]:
+        """WPGs, hold and catalogue."""
+        return self._object("GET", f"{PREFIX}/nodes")
+
+    def timeline(self, *, since_us: int, until_us: int) -> list[dict[str, Any]]:
+        """Stretches of every WPG."""
+        params = {"since_us": str(since_us), "until_us": str(until_us)}
+        return _items(self._ask("GET", f"{PREFIX}/timeline", params=params), "stretches")
+
+    def drain(self, *, on: bool) -> dict[str, Any]:
+        """Stop or resume admitting jobs."""
+        return self._object("POST", f"{PREFIX}/drain", {"on": on})
+
+    def release(self) -> dict[str, Any]:
+        """Give the held GPUs back."""
+        return self._object("POST", f"{PREFIX}/release", {})
+
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        params: Mapping[str, str] | None = None,
+    ) -> Any:
+        import httpx
+
+        self._knock()
+        try:
+            answer = self._http.request(method, path, json=body, params=params)
+        except httpx.TransportError as error:
+            raise self._unavailable() from error
+        return self._read(answer)
+
+    def _knock(self) -> None:
+        """See whether anybody listens: httpx leaks a socket that it could not connect."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as end:
+            end.settimeout(5.0)
+            try:
+                end.connect(str(self._site.socket))
+            except PermissionError as error:
+                raise Denied(
+                    f"you may not open {self._site.socket}: ask the admin of partition "
+                    f"{self._site.partition!r} to admit you"
+                ) from error
+            except OSError as error:
+                raise self._unavailable() from error
+
+    def _unavailable(self) -> DaemonUnavailable:
+        return DaemonUnavailable(self._site.partition, str(self._site.socket))
+
+    def _object(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        data = self._ask(method, path, body)
+        return data if isinstance(data, dict) else {}
+
+    def _read(self, answer: "httpx.Response") -> Any:
+        try:
+            data = json.loads(answer.content)
+        except ValueError:
+            data = None
+        if answer.is_success and data is not None:
+            return data
+        if isinstance(data, dict) and isinstance(data.get("error"), str):
+            raise Refused(data["error"], int(data.get("exit_code", 1)))
+        raise Refused(
+            f"{self._site.socket} answered {answer.status_code} without an explanation: see "
+            f"{self._site.state_dir / 'partitiond.log'}, or ask your admin",
+            70,
+        )
+
+
+def _items(data: Any, key: str) -> list[dict[str, Any]]:
+    """The list, whether or not it stands in an object."""
+    return list(data[key] if isinstance(data, dict) else data)

@@ -1,0 +1,229 @@
+"""``plexrl squeue``, ``scancel``, ``sacct``: jobs, in Slurm's columns."""
+
+import getpass
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import click
+
+from plexrl_slurm.cli import show
+from plexrl_slurm.cli.app import App, note, shared
+from plexrl_slurm.clock import now_us
+from plexrl_slurm.core.errors import PlexError
+
+_SHORT: Final = (
+    ("JOBID", 18),
+    ("PARTITION", 9),
+    ("NAME", 8),
+    ("USER", 8),
+    ("ST", 2),
+    ("TIME", 10),
+    ("STEPS", 6),
+    ("NODELIST(REASON)", 0),
+)
+_LONG: Final = (
+    ("JOBID", 18),
+    ("PARTITION", 9),
+    ("NAME", 20),
+    ("USER", 8),
+    ("ACCOUNT", 8),
+    ("STATE", 11),
+    ("TIME", 10),
+    ("STEPS", 6),
+    ("BUSY", 10),
+    ("MODELS", 16),
+    ("NODELIST(REASON)", 0),
+)
+_START: Final = (
+    ("JOBID", 18),
+    ("PARTITION", 9),
+    ("NAME", 8),
+    ("USER", 8),
+    ("ST", 2),
+    ("START_TIME", 10),
+    ("NODELIST(REASON)", 0),
+)
+_ACCOUNTED: Final = (
+    ("JobID", 12),
+    ("JobName", 10),
+    ("Account", 10),
+    ("State", 11),
+    ("ExitCode", 8),
+    ("Elapsed", 10),
+    ("GPUSecs", 10),
+    ("Steps", 6),
+)
+
+
+def _list(text: str | None) -> frozenset[str] | None:
+    return None if text is None else frozenset(word for word in text.split(",") if word)
+
+
+def _states(
+    _context: click.Context, _parameter: click.Parameter, value: str | None
+) -> frozenset[str] | None:
+    try:
+        return None if value is None else show.states_named(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+def _number(job: Mapping[str, Any]) -> str:
+    """What the user calls the job; a row without a Slurm job has only ours."""
+    return str(job["slurm_id"]) if job["slurm_id"] is not None else f"(row {job['job_id']})"
+
+
+def _running_us(job: Mapping[str, Any]) -> int:
+    started, ended = job["started_us"], job["ended_us"]
+    return 0 if started is None else (ended if ended is not None else now_us()) - int(started)
+
+
+def _where(job: Mapping[str, Any]) -> str:
+    if job["state"] == "running" and job["wpgs"]:
+        return ",".join(job["wpgs"])
+    return f"({job['reason'] or 'None'})"
+
+
+def _find(
+    app: App,
+    *,
+    users: frozenset[str] | None,
+    numbers: frozenset[str] | None,
+    states: frozenset[str] | None,
+    ended: bool,
+) -> list[dict[str, Any]]:
+    user = next(iter(users)) if users is not None and len(users) == 1 else None
+    with app.client() as client:
+        jobs = client.jobs(user=user, ended=ended)
+    return [
+        job
+        for job in sorted(jobs, key=lambda job: int(job["job_id"]))
+        if (users is None or job["user"] in users)
+        and (numbers is None or _number(job) in numbers)
+        and (states is None or job["state"] in states)
+    ]
+
+
+@click.command()
+@click.option("-u", "--user", metavar="NAMES", help="Only jobs of these users.")
+@click.option("--me", is_flag=True, help="Only your own jobs.")
+@click.option("-j", "--jobs", metavar="IDS", help="Only these jobs.")
+@click.option("-t", "--states", metavar="STATES", callback=_states, help="Such as PD,R; or all.")
+@click.option("--all", "everything", is_flag=True, help="Ended jobs too.")
+@click.option("--start", is_flag=True, help="Waiting jobs and what they wait for.")
+@click.option("-l", "--long", is_flag=True, help="More columns.")
+@click.option("-h", "--noheader", is_flag=True, help="No first line.")
+@shared
+@click.pass_obj
+def squeue(
+    app: App,
+    user: str | None,
+    me: bool,
+    jobs: str | None,
+    states: frozenset[str] | None,
+    everything: bool,
+    start: bool,
+    long: bool,
+    noheader: bool,
+) -> None:
+    """Show jobs that wait or run."""
+    if start:
+        states = frozenset({"pending", "admitted"})
+    found = _find(
+        app,
+        users=frozenset({getpass.getuser()}) if me else _list(user),
+        numbers=_list(jobs),
+        states=states,
+        ended=everything or bool(states and states & show.ENDED),
+    )
+    columns = _START if start else _LONG if long else _SHORT
+    app.answer(
+        {"jobs": found},
+        lambda: show.table(columns, (_row(job, columns) for job in found), header=not noheader),
+    )
+
+
+def _row(job: Mapping[str, Any], columns: Sequence[tuple[str, int]]) -> list[str]:
+    cells = {
+        "JOBID": _number(job),
+        "PARTITION": job["partition"],
+        "NAME": job["name"],
+        "USER": job["user"],
+        "ACCOUNT": job["account"],
+        "ST": show.short_state(job["state"]),
+        "STATE": show.long_state(job["state"]),
+        "TIME": show.duration(_running_us(job)),
+        "START_TIME": "N/A",  # nobody can know when another job's controller will end
+        "STEPS": str(job["steps"]),
+        "BUSY": show.duration(job["gpu_us"]["busy"]),
+        "MODELS": ",".join(job["models"]),
+        "NODELIST(REASON)": _where(job),
+    }
+    return [cells[name] for name, _ in columns]
+
+
+@click.command()
+@click.argument("numbers", metavar="JOBID...", nargs=-1, required=True)
+@shared
+@click.pass_obj
+def scancel(app: App, numbers: tuple[str, ...]) -> int:
+    """Cancel jobs."""
+    cancelled: list[str] = []
+    failures: list[PlexError] = []
+    with app.client() as client:
+        for number in numbers:
+            try:
+                job = client.job(number)
+                if job["state"] not in show.ENDED:
+                    client.cancel(int(job["job_id"]), reason=f"cancelled by {getpass.getuser()}")
+                cancelled.append(number)
+            except PlexError as error:
+                failures.append(error)
+    app.answer({"cancelled": cancelled}, "")
+    if len(failures) == 1:
+        raise failures[0]
+    for failure in failures:
+        note(f"error: {failure}")
+    return failures[0].exit_code if failures else 0
+
+
+@click.command()
+@click.option("-u", "--user", metavar="NAMES", help="Only jobs of these users.")
+@click.option("-j", "--jobs", metavar="IDS", help="Only these jobs.")
+@click.option("-s", "--state", "states", metavar="STATES", callback=_states, help="Such as CD,F.")
+@click.option("-P", "--parsable2", is_flag=True, help="Columns separated by |.")
+@click.option("-n", "--noheader", is_flag=True, help="No first lines.")
+@shared
+@click.pass_obj
+def sacct(
+    app: App,
+    user: str | None,
+    jobs: str | None,
+    states: frozenset[str] | None,
+    parsable2: bool,
+    noheader: bool,
+) -> None:
+    """Show jobs, ended ones too, and what they were charged."""
+    found = _find(app, users=_list(user), numbers=_list(jobs), states=states, ended=True)
+    app.answer({"jobs": found}, lambda: _accounts(found, parsable=parsable2, header=not noheader))
+
+
+def _accounts(jobs: Iterable[Mapping[str, Any]], *, parsable: bool, header: bool) -> str:
+    rows = [
+        [
+            _number(job),
+            job["name"],
+            job["account"],
+            show.long_state(job["state"]),
+            f"{job['exit_code'] or 0}:0",
+            show.elapsed(_running_us(job)),
+            f"{sum(job['gpu_us'].values()) / 1e6:.1f}",
+            str(job["steps"]),
+        ]
+        for job in jobs
+    ]
+    if parsable:
+        lines = [[name for name, _ in _ACCOUNTED]] if header else []
+        return "\n".join("|".join(line) for line in [*lines, *rows])
+    text = show.ruled(_ACCOUNTED, rows)
+    return text if header else "\n".join(text.split("\n")[2:])

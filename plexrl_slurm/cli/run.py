@@ -1,0 +1,98 @@
+"""``plexrl run``: submit, wait, and stream the output; ctrl-C cancels."""
+
+import os
+import shlex
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any, NoReturn
+
+import click
+
+from plexrl_slurm.cli.app import App, note, shared
+from plexrl_slurm.cli.client import Client
+from plexrl_slurm.cli.sbatch import plexrl_options
+from plexrl_slurm.cli.submit import (
+    Request,
+    Submitted,
+    environment_for,
+    exit_code_of,
+    first_given,
+    slurm_of,
+    submit,
+    wrapped,
+)
+from plexrl_slurm.cli.wait import wait_for_end
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.option("-J", "--job-name", metavar="NAME", help="Name of the job.")
+@click.option("-A", "--account", metavar="NAME", help="Account to charge.")
+@plexrl_options
+@shared
+@click.pass_obj
+def run(app: App, /, command: tuple[str, ...], **given: Any) -> int:
+    """Run COMMAND as a job, here, and exit with its exit code.
+
+    Write -- before the command.
+    """
+    site = app.site(os.environ.get("SBATCH_PARTITION"))
+    with tempfile.TemporaryDirectory(prefix="plexrl-run-") as folder, Client(site) as client:
+        files = (Path(folder) / "out", Path(folder) / "err")
+        slowdown = given["max_slowdown"]
+        request = Request(
+            partition=site.partition,
+            name=given["job_name"] or Path(command[0]).name,
+            account=first_given(given["account"], os.environ.get("SBATCH_ACCOUNT")) or "default",
+            models=given["models"],
+            seed=given["seed"] or 0,
+            priority=given["priority"] or 1,
+            shown=shlex.join(command),
+            script=wrapped(f"exec {shlex.join(command)}"),
+            arguments=(),
+            workdir=Path.cwd(),
+            environment=environment_for("ALL"),
+            output=str(files[0]),
+            error=str(files[1]),
+            options={} if slowdown is None else {"max_slowdown": str(slowdown)},
+        )
+        for file in files:
+            file.touch()
+        return _follow(app, client, submit(client, slurm_of(site), request), files)
+
+
+def _follow(app: App, client: Client, job: Submitted, files: tuple[Path, Path]) -> int:
+    note(f"job {job.slurm_id} is queued")
+    with files[0].open("rb") as out, files[1].open("rb") as err:
+
+        def copy() -> None:
+            _copy(out, to_stderr=app.json)
+            _copy(err, to_stderr=True)
+
+        previous = signal.signal(signal.SIGTERM, _interrupt)
+        try:
+            ended = wait_for_end(client, job.slurm_id, between=copy, quiet=True)
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                note(f"cancelling job {job.slurm_id}")
+            client.cancel(job.job_id, reason="plexrl run was interrupted")
+            raise
+        finally:
+            signal.signal(signal.SIGTERM, previous)
+            copy()
+    app.answer(ended, "")
+    return exit_code_of(ended)
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _copy(source: IO[bytes], *, to_stderr: bool) -> None:
+    if data := source.read():
+        stream = (sys.stderr if to_stderr else sys.stdout).buffer
+        stream.write(data)
+        stream.flush()
