@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,7 @@ def test_every_page_under_docs_is_reachable_from_the_readme() -> None:
 
 def test_every_command_named_in_the_docs_exists() -> None:
     import click
+
     from plexrl_slurm.cli.main import cli
 
     unknown = []
@@ -129,3 +131,21 @@ def test_every_route_is_on_the_api_page() -> None:
     found = routes()
     assert found
     assert [route for route in found if f"`{route}`" not in page] == []
+
+
+@pytest.mark.parametrize("machine", ["states", "residency"])
+def test_the_states_page_draws_every_step_of_the_tables(machine: str) -> None:
+    steps = import_module(f"plexrl_slurm.core.{machine}").STEPS
+    page = (ROOT / "docs" / "states.md").read_text(encoding="utf-8")
+    drawn = re.findall(r"^ +(\w+) --> (\w+): (.+)$", page, flags=re.MULTILINE)
+    wanted = [(str(a), str(b), why.replace(";", ",")) for (a, b), why in steps.items()]
+    assert wanted and [step for step in wanted if step not in drawn] == []
+
+
+def test_the_accounting_page_names_every_report_and_every_column_of_the_ledger() -> None:
+    from plexrl_slurm.db.models import LedgerRow
+
+    page = (ROOT / "docs" / "accounting.md").read_text(encoding="utf-8")
+    wanted = [path.stem for path in (ROOT / "db" / "reports").glob("*.sql")]
+    wanted += [column.name for column in LedgerRow.__table__.columns]
+    assert [name for name in wanted if f"`{name}`" not in page] == []
