@@ -121,7 +121,7 @@ class Settings:
     @property
     def jobs_dir(self) -> Path:
         """Where the local Slurm adapter keeps its jobs."""
-        return self.state_dir / "jobs"
+        return self.state_dir / "local"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +142,7 @@ class Site:
     @property
     def jobs_dir(self) -> Path:
         """Where the local Slurm adapter keeps its jobs."""
-        return self.state_dir / "jobs"
+        return self.state_dir / "local"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from plexrl_slurm.cli.app import App
 from plexrl_slurm.cli.client import Client
 from plexrl_slurm.cli.site import places
 from plexrl_slurm.core.errors import BadConfig, DaemonUnavailable, PlexError
-from plexrl_slurm.settings import Site
+from plexrl_slurm.settings import Site, read
 
 #: Between two looks.
 _STEP_S = 0.1
@@ -41,8 +41,8 @@ class Running:
     """A daemon that answers."""
 
     pid: int | None
-    #: Base URL for controllers, if the daemon told it.
-    address: str | None
+    #: Base URL for controllers.
+    address: str
     #: False if it ran before.
     started: bool
 
@@ -92,9 +92,7 @@ def start(
         say(f"starting WPG {', '.join(starting)} …")
         _look(site, process, deadline)
         time.sleep(5 * _STEP_S)
-    with Client(site) as client:
-        health = client.health()
-    return Running(pid=_pid(site), address=_address(health), started=process is not None)
+    return Running(pid=_pid(site), address=_address(site), started=process is not None)
 
 
 def stop(site: Site, *, release: bool, timeout_s: float) -> bool:
@@ -110,10 +108,11 @@ def stop(site: Site, *, release: bool, timeout_s: float) -> bool:
                 "",
             )
         return False
-    if release:
+    if release:  # which ends the daemon too
         with Client(site, timeout_s=timeout_s) as client:
             client.release()
-    os.kill(pid, signal.SIGTERM)
+    else:
+        os.kill(pid, signal.SIGTERM)
     while _pid(site) == pid:
         if time.monotonic() > deadline:
             raise StartFailed(
@@ -162,11 +161,15 @@ def _starting(nodes: dict[str, Any]) -> list[str]:
     return [str(wpg["id"]) for wpg in nodes["wpgs"] if wpg["state"] in ("down", "starting")]
 
 
-def _address(health: dict[str, Any]) -> str | None:
-    address = health.get("address")
-    if not isinstance(address, str) or not address:
-        return None
-    return address if "://" in address else f"http://{address}"
+def _address(site: Site) -> str:
+    """The daemon notes the port it got; with port 0 nobody else knows it."""
+    settings = read(site.path)
+    try:
+        port = int((site.state_dir / "api.port").read_text())
+    except (OSError, ValueError):
+        port = settings.listen_port
+    host = settings.listen_host
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _pid(site: Site) -> int | None:

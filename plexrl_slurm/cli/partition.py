@@ -28,29 +28,29 @@ def partition() -> None:
 def up(app: App, timeout: float, no_wait: bool) -> None:
     """Start the partition's daemon and wait until its WPGs are up."""
     site = app.site()
-    settings = _checked(app)
+    _checked(app)
     with waiting(f"starting the daemon of partition {site.partition}") as say:
         found = daemon.start(site, timeout_s=timeout, wait_for_wpgs=not no_wait, say=say)
-    host = f"[{settings.listen_host}]" if ":" in settings.listen_host else settings.listen_host
-    address = found.address or f"http://{host}:{settings.listen_port}"
     facts = {
         "partition": site.partition,
-        "address": address,
+        "address": found.address,
         "socket": str(site.socket),
         "pid": found.pid,
         "log": str(daemon.log_file(site)),
         "started": found.started,
     }
     words = "is up" if found.started else "was up already"
-    app.answer(facts, f"Partition {site.partition} {words} at {address} (log: {facts['log']})")
+    app.answer(
+        facts, f"Partition {site.partition} {words} at {found.address} (log: {facts['log']})"
+    )
 
 
 @partition.command()
 @click.option(
-    "--release/--keep-hold",
+    "--release/--no-release",
     default=True,
     show_default=True,
-    help="Give the held GPUs back, or leave agents and ranks running.",
+    help="Give the held GPUs back and end all jobs, or leave them running.",
 )
 @click.option(
     "--timeout",
@@ -123,14 +123,13 @@ def _set_drain(app: App, *, on: bool) -> None:
     app.answer(answer, f"Partition {site.partition} {words}")
 
 
-def _checked(app: App) -> Settings:
+def _checked(app: App) -> None:
     path = daemon.settings_file(app)
     findings = check(path)
     for warning in findings.warnings:
         note(f"warning: {path}: {warning}")
     if findings.settings is None:
         raise BadConfig(str(path), findings.problems)
-    return findings.settings
 
 
 def _summary(settings: Settings) -> str:

@@ -33,7 +33,7 @@ def script(home: Path) -> Path:
 
 def held_jobs(home: Path) -> list[Path]:
     """Jobs of the local adapter that were not cancelled."""
-    found = (home / "state" / "jobs").glob("*/job.json")
+    found = (home / "state" / "local").glob("*/job.json")
     return [path.parent for path in found if not (path.parent / "cancelled").exists()]
 
 
@@ -95,7 +95,7 @@ def test_wrap_and_standard_input(plexrl: Plexrl, daemon: FakeDaemon, home: Path)
     assert plexrl("sbatch", "--wrap", "echo hi").exit_code == 0
     assert plexrl("sbatch", input="#!/bin/sh\necho ho\n").exit_code == 0
     assert [body["name"] for _, path, body in daemon.asked if path == "/jobs"] == ["wrap", "sbatch"]
-    scripts = sorted((home / "state" / "jobs").glob("*/script"))
+    scripts = sorted((home / "state" / "local").glob("*/script"))
     assert scripts[0].read_text().endswith("\necho hi\n")
     assert scripts[1].read_text() == "#!/bin/sh\necho ho\n"
 
@@ -108,7 +108,7 @@ def test_export_chooses_the_environment(
     plexrl("sbatch", "--export=MINE,EXTRA=2", "--wrap=true")
     first, second = (
         json.loads(path.read_text())["environment"]
-        for path in sorted((home / "state" / "jobs").glob("*/job.json"))
+        for path in sorted((home / "state" / "local").glob("*/job.json"))
     )
     assert "MINE" not in first
     assert (second["MINE"], second["EXTRA"]) == ("1", "2")

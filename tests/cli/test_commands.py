@@ -1,0 +1,259 @@
+"""squeue, scancel, sacct, sinfo, explain, trace: shapes of the answers, and refusals."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+
+from tests.cli.conftest import T0, FakeDaemon, make_job
+
+Plexrl = Callable[..., Result]
+
+NODES: dict[str, Any] = {
+    "partition": "rlvr",
+    "epoch": 1,
+    "hold": {"id": "h1", "backend": "local", "state": "up", "since_us": T0},
+    "wpgs": [
+        {
+            "id": "train-0",
+            "pool": "train",
+            "gpus": 2,
+            "state": "busy",
+            "resident": "s1-1:train:0",
+            "resident_job": 1,
+            "since_us": T0,
+            "waiting": 3,
+            "running": 1,
+            "deployments": 2,
+        },
+        {
+            "id": "rollout-0",
+            "pool": "rollout",
+            "gpus": 1,
+            "state": "idle",
+            "resident": None,
+            "resident_job": None,
+            "since_us": T0,
+            "waiting": 0,
+            "running": 0,
+            "deployments": 0,
+        },
+    ],
+    "models": [
+        {"name": "tiny", "parameters": 312448, "dtype": "float32", "max_context_length": 512}
+    ],
+    "host_bytes": {"used": 2**29, "limit": 2**30},
+}
+STRETCHES: list[dict[str, Any]] = [
+    {
+        "wpg": wpg,
+        "activity": activity,
+        "job_id": job,
+        "call_id": None if job is None else "c1",
+        "kind": "optim_step",
+        "start_us": T0 + start * 1_000_000,
+        "stop_us": T0 + (start + 1) * 1_000_000,
+        "gpu_us": 1_000_000,
+    }
+    for wpg, start, activity, job in (
+        ("rollout-0", 0, "down", None),
+        ("rollout-0", 1, "busy", 1),
+        ("train-0", 0, "switch", 1),
+        ("train-0", 1, "busy", 1),
+        ("train-0", 2, "kept", 1),
+        ("train-0", 3, "idle", None),
+    )
+]
+
+
+def test_squeue_looks_like_slurms(plexrl: Plexrl, daemon: FakeDaemon) -> None:
+    pending: dict[str, Any] = {"state": "pending", "started_us": None, "ended_us": None, "wpgs": []}
+    daemon.jobs = [make_job(2, **pending, reason="waits for host memory"), make_job(1)]
+    assert plexrl("squeue").stdout == (
+        "             JOBID PARTITION     NAME     USER ST       TIME  STEPS NODELIST(REASON)\n"
+        "               101      rlvr   count1      ada  R    1:01:01     12 train-0,rollout-0\n"
+        "               102      rlvr   count2      ada PD       0:00     12 "
+        "(waits for host memory)\n"
+    )
+    assert "PENDING" in plexrl("squeue", "--long").stdout
+    started = plexrl("squeue", "--start", "-h").stdout.split()
+    assert (started[0], started[5]) == ("102", "N/A")
+
+
+@pytest.mark.parametrize(
+    ("words", "numbers"),
+    [
+        pytest.param(["-t", "PD"], ["102"], id="short state"),
+        pytest.param(["-t", "running,cd"], ["101"], id="long state"),
+        pytest.param(["-u", "bob"], ["102"], id="user"),
+        pytest.param(["-j", "101,999"], ["101"], id="number"),
+    ],
+)
+def test_squeue_filters(
+    plexrl: Plexrl, daemon: FakeDaemon, words: list[str], numbers: list[str]
+) -> None:
+    daemon.jobs = [make_job(1), make_job(2, state="pending", user="bob")]
+    answer = json.loads(plexrl("squeue", "--json", *words).stdout)
+    assert [job["slurm_id"] for job in answer["jobs"]] == numbers
+
+
+def test_ended_jobs_are_asked_for_only_when_wanted(plexrl: Plexrl, daemon: FakeDaemon) -> None:
+    for words in ((), ("--all",), ("-t", "CA"), ("-t", "R")):
+        plexrl("squeue", *words)
+    asked = [query.get("ended") for _, _, query in daemon.asked]
+    assert asked == [None, ["true"], ["true"], None]
+
+
+def test_json_has_instants_in_microseconds_and_in_words(plexrl: Plexrl, daemon: FakeDaemon) -> None:
+    daemon.jobs = [make_job(1)]
+    (job,) = json.loads(plexrl("squeue", "--json").stdout)["jobs"]
+    assert job["submitted_us"] == T0
+    assert job["submitted"] == "2026-02-02T02:40:00.000000Z"
+    assert "gpu" not in job
+
+
+def test_a_list_without_an_object_around_it_is_understood(
+    plexrl: Plexrl, daemon: FakeDaemon
+) -> None:
+    daemon.answers["GET /jobs"] = lambda: [make_job(1)]
+    assert "101" in plexrl("squeue").stdout
+
+
+def test_an_unknown_state_of_a_newer_daemon_is_shown_not_refused(
+    plexrl: Plexrl, daemon: FakeDaemon
+) -> None:
+    daemon.jobs = [make_job(1, state="thawing")]
+    assert " ? " in plexrl("squeue").stdout
+    assert "THAWING" in plexrl("sacct").stdout
+
+
+def test_sacct_looks_like_slurms(plexrl: Plexrl, daemon: FakeDaemon) -> None:
+    daemon.jobs = [make_job(1, state="failed", exit_code=3, name="a-long-name-for-a-job")]
+    assert plexrl("sacct").stdout == (
+        "       JobID    JobName    Account       State ExitCode    Elapsed    GPUSecs  Steps\n"
+        "------------ ---------- ---------- ----------- -------- ---------- ---------- ------\n"
+        "         101 a-long-na+    physics      FAILED      3:0   01:01:01       63.0     12\n"
+    )
+    line = plexrl("sacct", "-P", "-n").stdout
+    assert line == "101|a-long-name-for-a-job|physics|FAILED|3:0|01:01:01|63.0|12\n"
+
+
+def test_scancel_finds_the_row_by_slurms_number(plexrl: Plexrl, daemon: FakeDaemon) -> None:
+    daemon.jobs = [make_job(1), make_job(2, state="completed")]
+    daemon.answers["POST /jobs/1/cancel"] = {}
+    done = plexrl("scancel", "101", "102")
+    assert (done.exit_code, done.stdout) == (0, "")
+    assert daemon.body("POST /jobs/1/cancel")["reason"].startswith("cancelled by ")
+
+
+def test_a_job_that_is_not_yours_looks_like_none(plexrl: Plexrl, daemon: FakeDaemon) -> None:
+    done = plexrl("scancel", "55")
+    assert done.exit_code == 66
+    assert done.stderr == "plexrl: error: no job '55' that you may see\n"
+    assert plexrl("explain", "55").exit_code == 66
+
+
+def test_scancel_goes_on_after_a_failure(plexrl: Plexrl, daemon: FakeDaemon) -> None:
+    daemon.jobs = [make_job(1)]
+    daemon.answers["POST /jobs/1/cancel"] = {}
+    done = plexrl("scancel", "55", "101", "56")
+    assert done.exit_code == 66
+    assert done.stderr.count("that you may see") == 2
+    assert "POST /jobs/1/cancel" in daemon.routes()
+
+
+def test_sinfo(plexrl: Plexrl, daemon: FakeDaemon) -> None:
+    daemon.answers["GET /nodes"] = NODES
+    assert plexrl("sinfo").stdout == (
+        "PARTITION WPG       POOL    GPUS STATE RESIDENT     QUEUE\n"
+        "rlvr      train-0   train   2    busy  s1-1:train:0 3\n"
+        "rlvr      rollout-0 rollout 1    idle  -            0\n"
+    )
+    long = plexrl("sinfo", "-l").stdout
+    assert "hold h1 (local): up since 2026-02-02T02:40:00.000000Z" in long
+    assert "host memory: 0.50 GiB of 1.00 GiB used" in long
+    assert "tiny  312,448    float32 512" in long
+
+
+def test_explain_tells_reasons_and_story(plexrl: Plexrl, daemon: FakeDaemon) -> None:
+    daemon.jobs = [make_job(1, state="pending")]
+    daemon.answers["GET /jobs/1/explain"] = {
+        "job": daemon.jobs[0],
+        "sentences": ["seq_id 4 has not come; 5 and 6 wait for it"],
+        "story": [{"at_us": T0, "kind": "submitted", "text": "by ada"}],
+        "deployments": [{"id": "m1", "wpg": "train-0", "job": None}],
+    }
+    text = plexrl("explain", "101").stdout
+    assert text.startswith("Job 101 (count1) is PENDING.\nseq_id 4 has not come")
+    assert "\n  id m1, wpg train-0\n" in text
+    assert text.endswith(" submitted: by ada\n")
+
+
+def test_trace_draws_and_writes_a_perfetto_file(
+    plexrl: Plexrl, daemon: FakeDaemon, home: Path
+) -> None:
+    daemon.answers["GET /timeline"] = {"stretches": STRETCHES}
+    done = plexrl("trace", "--png", "t.png", "--perfetto", "t.json", "--since", "2h")
+    assert done.stdout == (
+        "WPG       GPUSECS BUSY  SWITCH KEPT  IDLE  DOWN\n"
+        "train-0   4.0     25.0% 25.0%  25.0% 25.0% 0.0%\n"
+        "rollout-0 2.0     50.0% 0.0%   0.0%  0.0%  50.0%\n"
+    )
+    assert (home / "t.png").read_bytes().startswith(b"\x89PNG")
+    events = json.loads((home / "t.json").read_text())["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert names == {"train-0", "rollout-0"}
+    boxes = [event for event in events if event["ph"] == "X"]
+    assert [box["name"] for box in boxes[:3]] == ["job 1 switch", "job 1 optim_step", "job 1 kept"]
+    assert sum(box["dur"] for box in boxes) == 6_000_000
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "sentence"),
+    [
+        pytest.param(["--since", "yesterday"], 2, "neither a time such as 10m", id="since"),
+        pytest.param(["--png", "none/t.png"], 65, "there is no folder", id="folder"),
+        pytest.param([], 65, "has no timeline there", id="empty"),
+    ],
+)
+def test_trace_refuses_in_one_sentence(
+    plexrl: Plexrl, daemon: FakeDaemon, words: list[str], code: int, sentence: str
+) -> None:
+    daemon.answers["GET /timeline"] = []
+    done = plexrl("trace", *words)
+    assert (done.exit_code, done.stderr.count("\n")) == (code, 1)
+    assert sentence in done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["squeue"],
+        ["sacct"],
+        ["sinfo"],
+        ["scancel", "1"],
+        ["explain", "1"],
+        ["partition", "drain"],
+        ["partition", "resume"],
+        ["run", "true"],
+        ["sbatch", "--wrap=true"],
+    ],
+    ids=" ".join,
+)
+def test_every_command_says_that_the_daemon_is_down(plexrl: Plexrl, words: list[str]) -> None:
+    done = plexrl(*words)
+    assert (done.exit_code, done.stdout) == (69, "")
+    assert done.stderr.splitlines()[-1].startswith("plexrl: error: the daemon of partition 'rlvr'")
+
+
+def test_drain_and_resume(plexrl: Plexrl, daemon: FakeDaemon) -> None:
+    daemon.answers["POST /drain"] = {"draining": True}
+    assert "admits no more jobs" in plexrl("partition", "drain").stdout
+    assert "admits jobs again" in plexrl("partition", "resume").stdout
+    assert [body for _, path, body in daemon.asked if path == "/drain"] == [
+        {"on": True},
+        {"on": False},
+    ]
