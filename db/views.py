@@ -13,9 +13,7 @@ from plexrl_slurm.db.upsert import table_of
 CALLS, LEDGER = table_of(CallRow), table_of(LedgerRow)
 
 
-def gpu_us_by_job(
-    session: Session, jobs: Sequence[int]
-) -> list[tuple[JobId, Activity, int]]:
+def gpu_us_by_job(session: Session, jobs: Sequence[int]) -> list[tuple[JobId, Activity, int]]:
     """``(job, activity, GPU-microseconds)`` of what the jobs were charged so far."""
     asked = (
         select(LEDGER.c.job_id, LEDGER.c.activity, func.sum(LEDGER.c.gpu_us))

@@ -48,6 +48,10 @@ class Create(msgspec.Struct, frozen=True, tag="create"):
 
     base_model: str
     seed: int = 0
+    #: Checkpoint to load on top ("" for none), with its optimizer state if ``optimizer``.
+    load_path: str = ""
+    load_uri: str = ""
+    optimizer: bool = False
 
 
 class ForwardBackward(msgspec.Struct, frozen=True, tag="forward_backward"):

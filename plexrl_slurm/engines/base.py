@@ -32,6 +32,8 @@ class RankSpec:
     options: Mapping[str, Any]
     #: CPU cores to run on; empty: anywhere.
     cores: tuple[int, ...] = ()
+    #: Name under which this process answers its agent: ``wpg/rank/incarnation``.
+    identity: str = ""
 
 
 class TrainEngine(Protocol):

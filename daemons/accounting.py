@@ -1,0 +1,109 @@
+"""Writes down what the core decided: ledger rows, ends of calls, images. Implements Books."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from plexrl_slurm import wire
+from plexrl_slurm.clock import now_us
+from plexrl_slurm.core.errors import StorageFull
+from plexrl_slurm.core.ids import CallId, DeploymentId, WpgId
+from plexrl_slurm.core.messages import Charge, FunctionKind
+from plexrl_slurm.daemons.shell import Entry
+from plexrl_slurm.daemons.spool import Spool
+from plexrl_slurm.daemons.writer import Writer
+from plexrl_slurm.db import calls, deployments, ledger
+from plexrl_slurm.logs import say
+
+log = logging.getLogger(__name__)
+
+#: Called in a call's transaction, or when it has ended: what its end means for the service.
+Ended = Callable[[Entry, wire.Result, bool], None]
+
+
+class Accounting:
+    """The daemon's books."""
+
+    def __init__(self, writer: Writer, spool: Spool, *, holds: dict[WpgId, str]) -> None:
+        self._writer, self._spool, self._holds = writer, spool, holds
+        #: Set by the service.
+        self.on_end: Ended | None = None
+        #: ``(deployment, seq) -> call`` of training calls whose bodies may still be needed.
+        self.kept: dict[DeploymentId, dict[int, CallId]] = {}
+
+    def charge(self, charge: Charge) -> None:
+        """A ledger row; it shares the transaction of whatever is written next."""
+        self._writer.add(self._append, charge, lazy=True)
+
+    def _append(self, session: Any, charge: Charge) -> None:
+        ledger.append(session, [charge], holds=self._holds)
+
+    def finished(
+        self, entry: Entry, result: wire.Result, *, ok: bool, after: Callable[[], None]
+    ) -> None:
+        """A call ended: result into the spool, row and ledger in one transaction, then answer."""
+        if self.on_end is not None:
+            self.on_end(entry, result, ok)
+        call = entry.call
+        if call.kind is FunctionKind.SAMPLE:
+            # A restart runs it again with the same seed: nothing has to be durable.
+            after()
+            return
+        kept = True
+        try:
+            self._spool.write_result(call.id, wire.encode(result))
+        except StorageFull as problem:
+            say(log, "result_not_kept", call=call.id, reason=problem)
+            kept = False
+        message = result.message if isinstance(result, wire.Failed) else ""
+        self._writer.add(self._finish, call.id, ok, message, kept, after=after)
+        if call.parts > 1:
+            self._spool.drop_result(call.id, parts=call.parts)
+
+    def _finish(self, session: Any, call: CallId, ok: bool, message: str, kept: bool) -> None:
+        calls.finish_call(
+            session,
+            call,
+            ok=ok,
+            now_us=now_us(),
+            message=message,
+            result_kept=kept,
+        )
+
+    def image(
+        self, wpg: WpgId, deployment: DeploymentId, progress: tuple[int, int], size: int
+    ) -> None:
+        """A complete image exists in the host tier."""
+        self._writer.add(_image, wpg, deployment, progress, size, now_us(), lazy=True)
+
+    def remember(self, deployment: DeploymentId, seq: int, call: CallId) -> None:
+        """A training call whose body is in the spool."""
+        self.kept.setdefault(deployment, {})[seq] = call
+
+    def forget(self, deployment: DeploymentId, progress: tuple[int, int]) -> list[CallId]:
+        """Calls of ``deployment`` that no replay can need: all below ``progress``."""
+        bodies = self.kept.get(deployment, {})
+        gone = [seq for seq in bodies if seq < progress[0]]
+        if gone:
+            self._writer.add(self._drop_bodies, deployment, progress[0], lazy=True)
+        return [bodies.pop(seq) for seq in gone]
+
+    def forget_all(self, deployment: DeploymentId) -> list[CallId]:
+        """The deployment is dropped."""
+        return list(self.kept.pop(deployment, {}).values())
+
+    def _drop_bodies(self, session: Any, deployment: DeploymentId, seq: int) -> None:
+        calls.drop_bodies_below(session, deployment, seq=seq)
+
+
+def _image(
+    session: Any,
+    wpg: WpgId,
+    deployment: DeploymentId,
+    progress: tuple[int, int],
+    size: int,
+    now: int,
+) -> None:
+    deployments.image_completed(
+        session, deployment, wpg=wpg, tier="host", progress=progress, bytes=size, now_us=now
+    )

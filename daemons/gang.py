@@ -1,0 +1,241 @@
+"""One WPG's processes, as its agent sees them: start, watch, restart, order, collect."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from plexrl_slurm.clock import now_us
+from plexrl_slurm.engines import ranklink
+from plexrl_slurm.engines.base import TRAIN_ENGINES
+from plexrl_slurm.logs import say
+from plexrl_slurm.transport.messages import WpgConfig
+
+log = logging.getLogger(__name__)
+
+#: Longest pause between two starts of a gang that does not come up.
+MAX_BACKOFF_S = 30.0
+
+
+@dataclass(slots=True)
+class _Open:
+    """An order that not every rank has answered yet."""
+
+    future: "asyncio.Future[list[ranklink.Answer]]"
+    answers: dict[int, ranklink.Answer] = field(default_factory=dict)
+
+
+class GangLost(Exception):
+    """The gang went down before it answered."""
+
+
+class Gang:
+    """The rank processes of one WPG."""
+
+    def __init__(
+        self,
+        config: WpgConfig,
+        *,
+        models: Mapping[str, Mapping[str, Any]],
+        endpoint: str,
+        folder: Path,
+        send: Callable[[bytes, bytes], Awaitable[None]],
+        changed: Callable[["Gang", str], None],
+    ) -> None:
+        self.config = config
+        #: ``starting``, ``up`` or ``down``.
+        self.state = "down"
+        self.incarnation = 0
+        self.pids: list[int] = []
+        self._models, self._endpoint, self._folder = models, endpoint, folder
+        self._send, self._changed = send, changed
+        self._processes: list[asyncio.subprocess.Process] = []
+        self._up: set[int] = set()
+        self._open: dict[str, _Open] = {}
+        self._reason = ""
+        self._stopping = False
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def trains(self) -> bool:
+        """Whether it is a training gang."""
+        return self.config.engine in TRAIN_ENGINES
+
+    @property
+    def processes(self) -> int:
+        """Rank processes; vLLM starts its tensor-parallel workers itself."""
+        return self.config.world if self.trains else 1
+
+    def start(self) -> None:
+        """Keep the gang running from now on."""
+        self._task = asyncio.create_task(self._keep_running())
+
+    async def stop(self) -> None:
+        """End it for good."""
+        self._stopping = True
+        await self._kill()
+        if self._task is not None:
+            await self._task
+
+    async def order(self, order_id: str, operations: list[ranklink.Operation]) -> Any:
+        """Send one operation to each rank; their answers in rank order. Raises ``GangLost``."""
+        if self.state != "up":
+            raise GangLost(self.config.name)
+        waiting = _Open(asyncio.get_running_loop().create_future())
+        self._open[order_id] = waiting
+        for rank, operation in enumerate(operations):
+            data = ranklink.encode(ranklink.Order(order_id, operation))
+            await self._send(self._identity(rank), data)
+        return await waiting.future
+
+    async def abort(self, order_id: str) -> None:
+        """Tell a sampling rank that nobody waits for ``order_id``."""
+        if self.state == "up":
+            order = ranklink.Order(f"abort {order_id}", ranklink.Abort(order_id))
+            await self._send(self._identity(0), ranklink.encode(order))
+
+    def heard(self, identity: str, report: ranklink.Report) -> None:
+        """A rank said something."""
+        name, rank_text, incarnation = identity.rsplit("/", 2)
+        if name != self.config.name or int(incarnation) != self.incarnation:
+            return
+        rank = int(rank_text)
+        match report:
+            case ranklink.Up():
+                self._up.add(rank)
+                if len(self._up) == self.processes:
+                    self.state = "up"
+                    self._changed(self, "")
+            case ranklink.Fatal(reason=reason):
+                self._reason = f"rank {rank}: {reason}"
+            case ranklink.Answer():
+                if (waiting := self._open.get(report.id)) is None:
+                    return
+                waiting.answers[rank] = report
+                if len(waiting.answers) == self.processes:
+                    del self._open[report.id]
+                    if not waiting.future.done():
+                        waiting.future.set_result(
+                            [waiting.answers[rank] for rank in sorted(waiting.answers)]
+                        )
+
+    async def _keep_running(self) -> None:
+        failures = 0
+        while not self._stopping:
+            self.incarnation += 1
+            self.state, self._up, self._reason = "starting", set(), ""
+            began = now_us()
+            try:
+                await self._spawn()
+            except OSError as problem:
+                self._reason = f"cannot start: {problem}"
+            else:
+                self._changed(self, "")
+                exits = [asyncio.create_task(process.wait()) for process in self._processes]
+                await asyncio.wait(exits, return_when=asyncio.FIRST_COMPLETED)
+                self._note_exit()
+                came_up = self.state == "up"
+                failures = 0 if came_up else failures + 1
+                await self._kill()
+            self.state, self.pids = "down", []
+            for waiting in self._open.values():
+                if not waiting.future.done():
+                    waiting.future.set_exception(GangLost(self._reason))
+            self._open.clear()
+            if self._ending():
+                return
+            self._changed(self, self._reason)
+            pause = min(MAX_BACKOFF_S, 0.0 if failures == 0 else 0.5 * 2**failures)
+            say(
+                log,
+                "gang_down",
+                wpg=self.config.name,
+                reason=self._reason,
+                lived_us=now_us() - began,
+                pause_s=pause,
+            )
+            await asyncio.sleep(pause)
+
+    def _ending(self) -> bool:
+        """Read anew after an await: somebody may have asked for the end meanwhile."""
+        return self._stopping
+
+    def _note_exit(self) -> None:
+        for rank, process in enumerate(self._processes):
+            if process.returncode is None:
+                continue
+            code = process.returncode
+            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            self._reason = self._reason or f"rank {rank} (pid {process.pid}) ended with {how}"
+
+    async def _spawn(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        port = _free_port()
+        self._processes = []
+        environment = os.environ | {
+            "OMP_NUM_THREADS": str(max(1, len(self.config.cores) // self.processes)),
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        for rank in range(self.processes):
+            spec = {
+                "wpg": self.config.name,
+                "engine": self.config.engine,
+                "rank": rank,
+                "world": self.config.world,
+                "gpus": self.config.gpus,
+                "master_port": port,
+                "agent": self._endpoint,
+                "models": self._models,
+                "options": self.config.options,
+                "cores": self._cores(rank),
+                "identity": self._identity(rank).decode(),
+            }
+            path = self._folder / f"{self.config.name}.rank-{rank}.json"
+            path.write_text(json.dumps(spec), encoding="utf-8")
+            with (self._folder / f"{self.config.name}.rank-{rank}.log").open("ab") as output:
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-m",
+                    "plexrl_slurm.engines.rank",
+                    str(path),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env=environment,
+                    start_new_session=True,
+                )
+            self._processes.append(process)
+        self.pids = [process.pid for process in self._processes]
+
+    def _cores(self, rank: int) -> list[int]:
+        """A fair share of the WPG's cores for each rank."""
+        cores = self.config.cores
+        if len(cores) < self.processes:
+            return list(cores)
+        share = len(cores) // self.processes
+        return list(cores[rank * share : (rank + 1) * share])
+
+    async def _kill(self) -> None:
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        for process in self._processes:
+            await process.wait()
+
+    def _identity(self, rank: int) -> bytes:
+        return f"{self.config.name}/{rank}/{self.incarnation}".encode()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

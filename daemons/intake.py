@@ -1,0 +1,186 @@
+"""Lets jobs in and sees them out: claims queue rows, releases Slurm jobs, notices their ends."""
+
+import asyncio
+import logging
+
+from plexrl_slurm.core.errors import ModelTooLarge, PlexError, SlurmRejected
+from plexrl_slurm.core.ids import JobId, SlurmId
+from plexrl_slurm.core.states import JobState
+from plexrl_slurm.daemons.recovery import LEASE_US
+from plexrl_slurm.daemons.service_base import Parts
+from plexrl_slurm.daemons.service_jobs import PartitionService
+from plexrl_slurm.daemons.state import LiveJob
+from plexrl_slurm.db import queue
+from plexrl_slurm.db.models import JobRow
+from plexrl_slurm.logs import say
+from plexrl_slurm.slurm.port import ENDED, SlurmState
+
+log = logging.getLogger(__name__)
+
+#: Between two looks at Slurm.
+LOOK_S = 0.5
+#: Between two collections of abandoned things.
+COLLECT_S = 5.0
+#: An answer that was fetched stays for a client that asks again for so long.
+FETCHED_US = 600_000_000
+
+_ENDS = {
+    SlurmState.COMPLETED: JobState.COMPLETED,
+    SlurmState.FAILED: JobState.FAILED,
+    SlurmState.CANCELLED: JobState.CANCELLED,
+    SlurmState.TIMEOUT: JobState.TIMEOUT,
+}
+
+
+class Intake:
+    """Two loops of the daemon."""
+
+    def __init__(self, parts: Parts, service: PartitionService) -> None:
+        self._parts, self._service = parts, service
+
+    async def run(self) -> None:
+        """Claim and watch for ever."""
+        while True:
+            try:
+                if not self._parts.state.draining:
+                    await self._claim()
+                await self._watch()
+            except PlexError as problem:
+                if not problem.retryable:
+                    raise
+                say(log, "intake_waits", reason=problem)
+            self._parts.wake_intake.clear()
+            try:
+                async with asyncio.timeout(LOOK_S):
+                    await self._parts.wake_intake.wait()
+            except TimeoutError:
+                pass
+
+    async def collect(self) -> None:
+        """Extend leases; end sessions nobody beats for; drop what nobody needs."""
+        while True:
+            await asyncio.sleep(COLLECT_S)
+            now = self._service.now_us()
+            state = self._parts.state
+            silent = now - self._parts.settings.session_timeout_us
+            for session in list(state.sessions.values()):
+                if not session.finished and session.heartbeat_us < silent:
+                    say(log, "session_abandoned", session=session.id)
+                    self._service.end_session(session, reason="its client fell silent")
+            self._service.collect_samplers()
+            self._parts.shell.collect(fetched_before_us=now - FETCHED_US)
+            self._parts.shell.tick()
+            try:
+                await self._parts.store.run(
+                    queue.extend_leases,
+                    owner=str(self._parts.epoch),
+                    lease_us=LEASE_US,
+                    now_us=now,
+                )
+            except PlexError as problem:
+                if not problem.retryable:
+                    raise
+                say(log, "lease_not_extended", reason=problem)
+
+    async def _claim(self) -> None:
+        parts = self._parts
+        await parts.store.run(
+            queue.requeue_expired,
+            partition=parts.settings.partition,
+            now_us=self._service.now_us(),
+        )
+        while True:
+            row = await parts.store.run(
+                queue.claim,
+                partition=parts.settings.partition,
+                owner=str(parts.epoch),
+                lease_us=LEASE_US,
+                now_us=self._service.now_us(),
+            )
+            if row is None:
+                return
+            job = _live(row)
+            try:
+                obstacles = parts.placer.admit(job, list(row.models))
+            except ModelTooLarge as problem:
+                await asyncio.to_thread(parts.port.cancel, job.slurm_id)
+                await self._service.end_job(
+                    job.id, state=JobState.FAILED, reason=str(problem), exit_code=None
+                )
+                continue
+            if obstacles:
+                await parts.store.run(
+                    queue.unclaim,
+                    job.id,
+                    owner=str(parts.epoch),
+                    obstacles=obstacles,
+                    now_us=self._service.now_us(),
+                )
+                return
+            await self._admit(row, job)
+
+    async def _admit(self, row: JobRow, job: LiveJob) -> None:
+        parts, job_id = self._parts, job.id
+        parts.state.jobs[job_id] = job
+        if row.token_sha256 is not None:
+            parts.state.tokens[row.token_sha256] = job_id
+        say(log, "job_admitted", job=job_id, slurm_id=job.slurm_id, homes=job.homes)
+        try:
+            await asyncio.to_thread(parts.port.release, job.slurm_id)
+        except SlurmRejected as problem:
+            await self._service.end_job(
+                job_id, state=JobState.FAILED, reason=str(problem), exit_code=None
+            )
+
+    async def _watch(self) -> None:
+        parts = self._parts
+        live = {job.slurm_id: job for job in parts.state.jobs.values()}
+        bound = await parts.store.run(_bound, parts.settings.partition)
+        found = await asyncio.to_thread(parts.port.states, [*live, *bound])
+        for slurm_id, status in found.items():
+            job = live.get(slurm_id)
+            job_id = job.id if job is not None else bound[slurm_id]
+            if status.state in ENDED:
+                await self._service.end_job(
+                    job_id,
+                    state=_ENDS[status.state],
+                    reason=_reason(status.state, status.exit_code),
+                    exit_code=status.exit_code,
+                )
+            elif job is not None and status.state is SlurmState.RUNNING and not job.running:
+                await parts.store.run(
+                    queue.start, job_id, owner=str(parts.epoch), now_us=self._service.now_us()
+                )
+                job.running = True
+
+
+def _live(row: JobRow) -> LiveJob:
+    return LiveJob(
+        id=JobId(row.id),
+        uid=row.uid,
+        user=row.user,
+        name=row.name,
+        seed=row.seed,
+        priority=row.priority,
+        slurm_id=SlurmId(row.slurm_id or ""),
+        running=False,
+    )
+
+
+def _bound(session: object, partition: str) -> dict[SlurmId, JobId]:
+    """Jobs that wait in the queue with a Slurm job behind them: one may be cancelled there."""
+    rows = queue.list_jobs(
+        session,  # type: ignore[arg-type]
+        partition=partition,
+        states=[JobState.PENDING],
+        ended=False,
+    )
+    return {SlurmId(row.slurm_id): JobId(row.id) for row in rows if row.slurm_id is not None}
+
+
+def _reason(state: SlurmState, exit_code: int | None) -> str:
+    if state is SlurmState.COMPLETED:
+        return ""
+    if state is SlurmState.FAILED:
+        return f"its script ended with exit code {exit_code}"
+    return "its time limit passed" if state is SlurmState.TIMEOUT else "cancelled"

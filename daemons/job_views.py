@@ -1,0 +1,74 @@
+"""Rows of the database as the answers of job control."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from plexrl_slurm.core.ids import CallId, DeploymentId, JobId
+from plexrl_slurm.core.messages import Call
+from plexrl_slurm.core.states import JobState
+from plexrl_slurm.db import queue, views
+from plexrl_slurm.db.models import CallRow
+
+
+def call_kinds(row: CallRow) -> Call:
+    """The core's value of a call's row."""
+    return Call(
+        id=CallId(row.id),
+        deployment=DeploymentId(row.deployment_id),
+        job=JobId(row.job_id),
+        kind=row.kind,
+        seq=row.seq,
+        tokens=row.tokens,
+        parts=row.parts,
+    )
+
+
+def job_views(
+    session: Any,
+    *,
+    partition: str,
+    user: str | None,
+    states: Sequence[JobState],
+    ended: bool,
+    now_us: int,
+    job_id: JobId | None = None,
+) -> list[dict[str, Any]]:
+    """Jobs with what they have used so far, oldest first."""
+    if job_id is not None:
+        rows = [queue.get(session, job_id)]
+    else:
+        rows = queue.list_jobs(session, partition=partition, user=user, states=states, ended=ended)
+    used: dict[int, dict[str, int]] = defaultdict(dict)
+    for owner, activity, total in views.gpu_us_by_job(session, [row.id for row in rows]):
+        used[owner][str(activity)] = total
+    steps = views.steps_by_job(session, [row.id for row in rows])
+    return [
+        {
+            "job_id": row.id,
+            "slurm_id": row.slurm_id,
+            "name": row.name,
+            "user": row.user,
+            "account": row.account,
+            "partition": row.partition,
+            "state": str(row.state),
+            "reason": row.reason,
+            "submitted_us": row.submitted_us,
+            "started_us": row.started_us,
+            "ended_us": row.ended_us,
+            "elapsed_us": _elapsed(row.started_us, row.ended_us, now_us),
+            "exit_code": row.exit_code,
+            "steps": steps.get(row.id, 0),
+            "gpu_us": {word: used[row.id].get(word, 0) for word in ("busy", "switch", "kept")},
+            "models": row.models,
+            "script": row.script,
+            "seed": row.seed,
+        }
+        for row in rows
+    ]
+
+
+def _elapsed(started_us: int | None, ended_us: int | None, now_us: int) -> int:
+    if started_us is None:
+        return 0
+    return (ended_us if ended_us is not None else now_us) - started_us

@@ -1,0 +1,313 @@
+"""Rebuilds what a daemon needs to know: from the database at its start, then, of each agent,
+from the agent's first hello. Kill -9 and restart are a pause for everybody else.
+"""
+
+import logging
+from dataclasses import dataclass, replace
+from typing import Any
+
+from plexrl_slurm import wire
+from plexrl_slurm.core.ids import CallId, DeploymentId, JobId, SlurmId, WpgId
+from plexrl_slurm.core.messages import Call, FunctionKind, Pool
+from plexrl_slurm.core.states import JobState
+from plexrl_slurm.daemons.service_base import Parts
+from plexrl_slurm.daemons.service_jobs import PartitionService
+from plexrl_slurm.daemons.service_training import training_deployment
+from plexrl_slurm.daemons.shell import Entry
+from plexrl_slurm.daemons.state import (
+    LiveDeployment,
+    LiveJob,
+    LiveSession,
+    LiveSnapshot,
+    Sampler,
+)
+from plexrl_slurm.db import calls, deployments, queue, snapshots, views
+from plexrl_slurm.db.models import CallRow, DeploymentRow, SnapshotState
+from plexrl_slurm.logs import say
+from plexrl_slurm.transport import messages as tm
+
+log = logging.getLogger(__name__)
+
+#: How long a daemon may be silent before another may take its claims.
+LEASE_US = 60_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """One deployment and its calls, as the database has them."""
+
+    row: DeploymentRow
+    calls: list[CallRow]
+    #: First seq that has not ended.
+    applied: int
+
+
+class Recovery:
+    """One a daemon."""
+
+    def __init__(self, parts: Parts, service: PartitionService) -> None:
+        self._parts, self._service = parts, service
+        self._found: dict[DeploymentId, _Found] = {}
+
+    # -- from the database -------------------------------------------------------------------
+    async def read(self) -> None:
+        """Fill the state; nothing is told to the core yet."""
+        parts, now = self._parts, self._service.now_us()
+        parts.spool.mend_journals()
+        rows = await parts.store.run(
+            queue.adopt,
+            partition=parts.settings.partition,
+            owner=str(parts.epoch),
+            lease_us=LEASE_US,
+            now_us=now,
+        )
+        for row in rows:
+            job = LiveJob(
+                id=JobId(row.id),
+                uid=row.uid,
+                user=row.user,
+                name=row.name,
+                seed=row.seed,
+                priority=row.priority,
+                slurm_id=SlurmId(row.slurm_id or ""),
+                running=row.state is JobState.RUNNING,
+            )
+            parts.state.jobs[job.id] = job
+            if row.token_sha256 is not None:
+                parts.state.tokens[row.token_sha256] = job.id
+            await self._read_job(job)
+        say(
+            log,
+            "recovered",
+            jobs=len(rows),
+            deployments=len(self._found),
+            samplers=len(parts.state.samplers),
+        )
+
+    async def _read_job(self, job: LiveJob) -> None:
+        state, store = self._parts.state, self._parts.store
+        now = self._service.now_us()
+        sessions = await store.run(views.sessions_of, job.id)
+        job.sessions = len(sessions)
+        for row in sessions:
+            state.sessions[row.id] = LiveSession(
+                id=row.id,
+                job=job.id,
+                # Clients could not be heard while no daemon was there.
+                heartbeat_us=now,
+                finished=row.finished_us is not None,
+            )
+        for found in await store.run(_deployments, job.id):
+            self._remember(job, found)
+        for snapshot in await store.run(snapshots.live_snapshots, job.id):
+            job.homes.setdefault(Pool.ROLLOUT, WpgId(snapshot.wpg))
+            state.snapshots[DeploymentId(snapshot.id)] = LiveSnapshot(
+                id=DeploymentId(snapshot.id),
+                job=job.id,
+                model=snapshot.base_model,
+                uri=snapshot.uri,
+                path=snapshot.path,
+                wpg=WpgId(snapshot.wpg),
+                content=snapshot.content,
+                bytes=snapshot.bytes,
+                deployment=_maybe(snapshot.deployment_id),
+                ready=snapshot.state is SnapshotState.READY,
+            )
+        for sampler in await store.run(snapshots.open_sampling_sessions, job_id=job.id):
+            self._remember_sampler(
+                Sampler(
+                    id=sampler.id,
+                    session=sampler.session_id,
+                    job=job.id,
+                    snapshot=DeploymentId(sampler.snapshot_id),
+                    seed_name=_seed_name(sampler.id, sampler.seq, sampler.snapshot_id),
+                    last_used_us=now,
+                )
+            )
+
+    def _remember(self, job: LiveJob, found: _Found) -> None:
+        row = found.row
+        live = LiveDeployment(
+            id=DeploymentId(row.id),
+            job=job.id,
+            session=row.session_id,
+            model=row.base_model,
+            rank=row.rank,
+            wpg=WpgId(row.wpg),
+            user_metadata=row.user_metadata,
+            last_used_us=self._service.now_us(),
+        )
+        job.homes.setdefault(Pool.TRAIN, live.wpg)
+        self._parts.state.deployments[live.id] = live
+        self._found[live.id] = found
+        for call in found.calls:
+            live.calls[call.seq] = CallId(call.id)
+            if call.body_kept:
+                self._parts.books.remember(live.id, call.seq, CallId(call.id))
+            if call.ended_us is None or call.body_kept:
+                entry = self._service.entry_of_row(call)
+                self._mark_doomed(entry)
+                self._parts.shell.entries[entry.call.id] = entry
+                if call.ended_us is not None:
+                    self._resolve(entry)
+
+    def _mark_doomed(self, entry: Entry) -> None:
+        """Whether a call was accepted only to fail stands in its body."""
+        body = self._parts.spool.read_body(entry.call.id)
+        if body is not None and isinstance(wire.decode_body(body), wire.Doomed):
+            entry.call = _doomed(entry.call)
+
+    def _resolve(self, entry: Entry) -> None:
+        result = self._parts.spool.read_result(entry.call.id)
+        if result is None:
+            entry.resolve(wire.Failed("the result was not kept: the spool was full", "server"))
+            return
+        decoded = wire.decode_result(result)
+        entry.resolve(entry.translate(decoded) if entry.translate else decoded)
+
+    def _remember_sampler(self, sampler: Sampler) -> None:
+        state = self._parts.state
+        snapshot = state.snapshots.get(sampler.snapshot)
+        if snapshot is None:
+            return
+        state.samplers[sampler.id] = sampler
+        snapshot.samplers.add(sampler.id)
+        for line in self._parts.spool.journalled_samples(sampler.id):
+            sampler.calls[line.seq] = CallId(line.call)
+            self._service.lost_samples[CallId(line.call)] = (sampler, line)
+
+    # -- from an agent -----------------------------------------------------------------------
+    async def hello(self, hello: tm.Hello) -> tuple[list[str], list[str]]:
+        """Tell the core of everything that lives on this agent; see ``AgentHub``."""
+        state, shell = self._parts.state, self._parts.shell
+        for held in hello.wpgs:
+            for call, _ in held.running:
+                self._running_again(CallId(call))
+        for done in hello.finished:
+            await self._late(done)
+        images = {image.deployment: image.progress for image in hello.images}
+        for live in state.deployments.values():
+            if live.dropped:
+                continue
+            image = images.get(live.id)
+            if live.id in shell.deployments:
+                self._update_image(live, image)
+            else:
+                self._place(live, image)
+        for snapshot in state.snapshots.values():
+            if snapshot.ready and not snapshot.dropped and snapshot.id not in shell.deployments:
+                self._service.place_snapshot(snapshot)
+        return (
+            [live.id for live in state.deployments.values() if not live.dropped],
+            [snapshot.id for snapshot in state.snapshots.values() if not snapshot.dropped],
+        )
+
+    def _running_again(self, call: CallId) -> None:
+        """A sample that the agent still works on: take it over instead of running it twice."""
+        lost = self._service.lost_samples.pop(call, None)
+        if lost is not None:
+            self._service.begin_sample(*lost)
+
+    async def _late(self, done: tm.Done) -> None:
+        """A run that ended while no daemon was there; the core never hears of it."""
+        shell, call = self._parts.shell, CallId(done.call)
+        lost = self._service.lost_samples.pop(call, None)
+        if lost is not None:
+            sampler, line = lost
+            if done.ok:
+                entry = Entry(call=_sample_call(sampler, line.call, line.seq), sample=line.body)
+                entry.resolve(wire.decode_result(done.result))
+                shell.entries[call] = entry
+            else:
+                self._service.begin_sample(sampler, line)
+            return
+        entry_or_none = shell.entries.get(call)
+        if entry_or_none is None or entry_or_none.ended.is_set():
+            return
+        entry = entry_or_none
+        shell.keep_part(call, done.part, ok=done.ok, result=done.result, error=done.error)
+        if not done.ok or done.part == entry.call.parts - 1:
+            shell.finish_late(entry, ok=done.ok)
+            found = self._found.get(entry.call.deployment)
+            if found is not None:
+                self._found[entry.call.deployment] = _Found(
+                    row=found.row, calls=found.calls, applied=max(found.applied, entry.call.seq + 1)
+                )
+
+    def _place(self, live: LiveDeployment, image: tuple[int, int] | None) -> None:
+        parts = self._parts
+        found = self._found.get(live.id)
+        job = parts.state.jobs[live.job]
+        model = parts.settings.models[live.model]
+        if found is None:
+            # It came after this daemon's start and was placed then.
+            return
+        applied = (found.applied, self._parts_done(live, found.applied))
+        entries = [
+            entry for entry in parts.shell.entries.values() if entry.call.deployment == live.id
+        ]
+        ended = [entry.call for entry in entries if entry.ended.is_set() or entry.late]
+        waiting = [entry for entry in entries if not (entry.ended.is_set() or entry.late)]
+        parts.shell.place(
+            training_deployment(live, job, model),
+            image=image,
+            applied=applied,
+            done=sorted(ended, key=lambda call: call.seq),
+        )
+        for entry in sorted(waiting, key=lambda entry: entry.call.seq):
+            parts.shell.submit(entry)
+
+    def _parts_done(self, live: LiveDeployment, seq: int) -> int:
+        """Parts of the first unfinished call that have ended."""
+        call = live.calls.get(seq)
+        if call is None:
+            return 0
+        part = 0
+        while self._parts.spool.read_result(call, part=part) is not None:
+            part += 1
+        return part
+
+    def _update_image(self, live: LiveDeployment, image: tuple[int, int] | None) -> None:
+        """An agent that was started again found other images than the core believes in."""
+        self._parts.shell.image_found(live.id, image)
+
+
+def _doomed(call: Call) -> Call:
+    return replace(call, doomed=True)
+
+
+def _sample_call(sampler: Sampler, call: str, seq: int) -> Call:
+    return Call(
+        id=CallId(call),
+        deployment=sampler.snapshot,
+        job=sampler.job,
+        kind=FunctionKind.SAMPLE,
+        seq=seq,
+    )
+
+
+def _maybe(name: str | None) -> DeploymentId | None:
+    return DeploymentId(name) if name is not None else None
+
+
+def _seed_name(sampler: str, seq: int, snapshot: str) -> str:
+    """What ``service_sampling`` and ``service_training`` call it."""
+    kind = sampler.rpartition("-")[2].partition(".")[2]
+    if kind.startswith("e"):
+        model, _, version = kind[1:].partition(".")
+        return f"train:{model}@{version}"
+    return f"session {seq}"
+
+
+def _deployments(session: Any, job: JobId) -> list[_Found]:
+    found = []
+    for row in deployments.deployments_of(session, job):
+        if row.dropped_us is None:
+            since = calls.ended_since(session, DeploymentId(row.id), seq=0)
+            waiting = [
+                call for call in calls.waiting_calls(session, job) if call.deployment_id == row.id
+            ]
+            found.append(
+                _Found(row=row, calls=since + waiting, applied=views.progress_of(session, row.id))
+            )
+    return found

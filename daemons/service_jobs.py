@@ -1,0 +1,385 @@
+"""Job control: what ``plexrl sbatch``, ``squeue``, ``scancel``, ``sinfo``, ``explain`` ask for."""
+
+import asyncio
+import hashlib
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from plexrl_slurm.api.service import JobSubmission, Outcome, Pending, Principal
+from plexrl_slurm.core.errors import BadInput, Denied, NotFound, UnknownModel
+from plexrl_slurm.core.ids import CallId, JobId, SlurmId
+from plexrl_slurm.core.messages import FunctionKind
+from plexrl_slurm.core.states import ENDED, JobState
+from plexrl_slurm.daemons.job_views import call_kinds, job_views
+from plexrl_slurm.daemons.service_sampling import SamplingCalls
+from plexrl_slurm.daemons.shell import Entry
+from plexrl_slurm.daemons.state import LiveJob, LiveSession
+from plexrl_slurm.db import calls, deployments, ledger, queue
+from plexrl_slurm.db.models import CallRow, CallState, JobRow
+
+
+def hashed(token: str) -> str:
+    """What is stored of an API key."""
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+class PartitionService(SamplingCalls):
+    """The whole service."""
+
+    # -- who ---------------------------------------------------------------------------------
+    async def principal_of_token(self, token: str) -> Principal | None:
+        job = self.state.jobs.get(self.state.tokens.get(hashed(token), JobId(-1)))
+        if job is None:
+            return None
+        return Principal(uid=job.uid, user=job.user, job=job.id)
+
+    # -- sessions ----------------------------------------------------------------------------
+    async def open_session(
+        self, who: Principal, *, idempotency_key: str, metadata: Mapping[str, Any]
+    ) -> str:
+        job = self.job_of(who)
+        job.sessions += 1
+        row = await self.store.run(
+            deployments.open_session,
+            session_id=f"s{job.id}-{job.sessions}",
+            job_id=job.id,
+            idempotency_key=idempotency_key,
+            metadata=metadata,
+            now_us=self.now_us(),
+        )
+        if row.id not in self.state.sessions:
+            self.state.sessions[row.id] = LiveSession(
+                id=row.id, job=job.id, heartbeat_us=self.now_us()
+            )
+        return row.id
+
+    async def heartbeat(self, who: Principal, session_id: str) -> bool:
+        session = self.session_of(who, session_id)
+        session.heartbeat_us = self.now_us()
+        return not session.finished
+
+    async def finish_session(self, who: Principal, session_id: str, *, reason: str) -> None:
+        self.end_session(self.session_of(who, session_id), reason=reason)
+
+    def end_session(self, session: LiveSession, *, reason: str) -> None:
+        """No new call in it; what it had goes. The first reason wins."""
+        if session.finished:
+            return
+        session.finished = True
+        self.writer.add(_finish_session, session.id, reason, self.now_us())
+        for sampler in list(self.state.samplers.values()):
+            if sampler.session == session.id:
+                self.close_sampler(sampler)
+        for live in list(self.state.deployments.values()):
+            if live.session == session.id:
+                self.drop_deployment(live)
+
+    # -- futures -----------------------------------------------------------------------------
+    async def outcome(self, who: Principal, request_id: str, *, wait_s: float) -> Outcome:
+        call_id = CallId(request_id)
+        entry = self.shell.entries.get(call_id)
+        if entry is None and (lost := self.lost_samples.pop(call_id, None)) is not None:
+            self.begin_sample(*lost)
+            entry = self.shell.entries.get(call_id)
+        if entry is None:
+            return await self._ended_before(who, call_id)
+        if entry.call.job != who.job:
+            raise NotFound("request", request_id)
+        if not entry.ended.is_set() and wait_s > 0:
+            try:
+                async with asyncio.timeout(wait_s):
+                    await entry.ended.wait()
+            except TimeoutError:
+                pass
+        if not entry.ended.is_set():
+            return self._pending(entry)
+        entry.fetched_us = self.now_us()
+        outcome: Outcome = entry.outcome
+        return outcome
+
+    def _pending(self, entry: Entry) -> Pending:
+        if self.writer.trouble:
+            return Pending(queue_state="paused_capacity", reason=self.writer.trouble)
+        return Pending(queue_state="active", reason=self.why_call_waits(entry.call.id))
+
+    def why_call_waits(self, call: CallId) -> str:
+        """One sentence; "" if it runs."""
+        return self.shell.why_waits(call)
+
+    async def _ended_before(self, who: Principal, call_id: CallId) -> Outcome:
+        """A training call that ended so long ago that only the database knows it."""
+        row = await self.store.run(calls.get_call, call_id)
+        if row is None or row.job_id != who.job:
+            raise NotFound("request", call_id)
+        entry = self.entry_of_row(row)
+        result = self.spool.read_result(call_id)
+        if row.state is CallState.WAITING or result is None or entry.translate is None:
+            raise NotFound("result of request", call_id)
+        return entry.translate(self.shell.decode(result))  # type: ignore[no-any-return]
+
+    def entry_of_row(self, row: CallRow) -> Entry:
+        """A training call, back from the database."""
+        call = call_kinds(row)
+        live = self.state.deployments.get(call.deployment)
+        translate = self.translator(live, call) if live is not None else None
+        publish = ""
+        if call.kind is FunctionKind.PUBLISH:
+            publish = f"{call.id.rpartition('.')[0]}.v{call.seq}"
+        return Entry(call=call, publish=publish, translate=translate)
+
+    async def cancel(self, who: Principal, request_id: str) -> None:
+        entry = self.shell.entries.get(CallId(request_id))
+        if entry is not None and entry.call.job == who.job:
+            self.shell.cancel(entry.call.id)
+
+    # -- jobs --------------------------------------------------------------------------------
+    async def submit_job(self, who: Principal, job: JobSubmission) -> dict[str, Any]:
+        if job.partition != self.settings.partition:
+            raise BadInput(
+                f"this daemon serves partition {self.settings.partition!r}, not {job.partition!r}"
+            )
+        if self.state.draining:
+            raise BadInput(
+                f"partition {self.settings.partition!r} is draining and takes no new job: "
+                f"wait for `plexrl partition resume`"
+            )
+        for name in job.models:
+            if self.model_named(name) is None:
+                raise UnknownModel(name, tuple(sorted(self.models)))
+        token = f"tml-{secrets.token_urlsafe(32)}"
+        job_id = await self.store.run(
+            queue.submit,
+            partition=job.partition,
+            name=job.name,
+            uid=who.uid,
+            user=who.user,
+            account=job.account,
+            script=job.script,
+            models=job.models,
+            priority=job.priority,
+            seed=job.seed,
+            options=dict(job.options),
+            token_sha256=hashed(token),
+            now_us=self.now_us(),
+        )
+        return {
+            "job_id": job_id,
+            "token": token,
+            "env": {
+                "TINKER_BASE_URL": self._parts.url,
+                "TINKER_API_KEY": token,
+                "OPENAI_BASE_URL": f"{self._parts.url}/oai/v1",
+                "OPENAI_API_KEY": token,
+                "PLEXRL_JOB_ID": str(job_id),
+                "PLEXRL_PARTITION": self.settings.partition,
+                "TINKER_TELEMETRY": "0",
+                "HF_HUB_OFFLINE": "1",
+            },
+        }
+
+    async def bind_job(self, who: Principal, job_id: JobId, *, slurm_id: str) -> dict[str, Any]:
+        await self._owned(who, job_id)
+        await self.store.run(queue.bind, job_id, slurm_id=SlurmId(slurm_id), now_us=self.now_us())
+        self._parts.wake_intake.set()
+        return {"job_id": job_id, "slurm_id": slurm_id}
+
+    async def cancel_job(self, who: Principal, job_id: JobId, *, reason: str) -> dict[str, Any]:
+        row = await self._owned(who, job_id)
+        if row.state in ENDED:
+            return {"job_id": job_id, "state": str(row.state)}
+        if row.slurm_id is not None:
+            await asyncio.to_thread(self.port.cancel, SlurmId(row.slurm_id))
+        why = reason or f"cancelled by {who.user}"
+        await self.end_job(job_id, state=JobState.CANCELLED, reason=why, exit_code=None)
+        return {"job_id": job_id, "state": str(JobState.CANCELLED)}
+
+    async def _owned(self, who: Principal, job_id: JobId) -> JobRow:
+        row = await self.store.run(queue.get, job_id)
+        if row.partition != self.settings.partition or not (who.admin or row.uid == who.uid):
+            raise NotFound("job", str(job_id))
+        return row
+
+    async def end_job(
+        self, job_id: JobId, *, state: JobState, reason: str, exit_code: int | None
+    ) -> None:
+        """A job is over: everything of it goes except its bill and its checkpoints."""
+        live = self.state.jobs.pop(job_id, None)
+        if live is not None:
+            self._drop_all(live)
+        await self.store.run(
+            queue.finish,
+            job_id,
+            state=state,
+            reason=reason,
+            exit_code=exit_code,
+            now_us=self.now_us(),
+        )
+        self.shell.tick()
+        await self.writer.drain()
+        await self.store.run(queue.close_bill, job_id)
+
+    def _drop_all(self, job: LiveJob) -> None:
+        for session in [s for s in self.state.sessions.values() if s.job == job.id]:
+            self.end_session(session, reason="the job ended")
+            del self.state.sessions[session.id]
+        for snapshot in [s for s in self.state.snapshots.values() if s.job == job.id]:
+            self.drop_snapshot(snapshot)
+        for deployment in [d for d in self.state.deployments.values() if d.job == job.id]:
+            del self.state.deployments[deployment.id]
+        for sampler in [s for s in self.state.samplers.values() if s.job == job.id]:
+            del self.state.samplers[sampler.id]
+        for call in [c for c, e in self.shell.entries.items() if e.call.job == job.id]:
+            self.shell.discard(call)
+        for token in [t for t, owner in self.state.tokens.items() if owner == job.id]:
+            del self.state.tokens[token]
+
+    async def jobs(
+        self, who: Principal, *, user: str | None, states: Sequence[str], ended: bool
+    ) -> list[dict[str, Any]]:
+        wanted = _states(states)
+        rows = await self.store.read(
+            job_views,
+            partition=self.settings.partition,
+            user=user,
+            states=wanted,
+            ended=ended,
+            now_us=self.now_us(),
+        )
+        for row in rows:
+            live = self.state.jobs.get(JobId(row["job_id"]))
+            row["wpgs"] = sorted(live.homes.values()) if live is not None else []
+        return rows
+
+    async def explain_job(self, who: Principal, job_id: JobId) -> dict[str, Any]:
+        row = await self._owned(who, job_id)
+        views = await self.store.read(
+            job_views,
+            partition=self.settings.partition,
+            user=None,
+            states=(),
+            ended=True,
+            now_us=self.now_us(),
+            job_id=job_id,
+        )
+        story = await self.store.read(queue.story, job_id)
+        waiting = [
+            sentence
+            for entry in self.shell.entries.values()
+            if entry.call.job == job_id and not entry.ended.is_set()
+            if (sentence := self.why_call_waits(entry.call.id))
+        ]
+        sentences = list(dict.fromkeys([*row.obstacles, *waiting])) or [_how(row)]
+        return {
+            "job": views[0] if views else {},
+            "sentences": sentences[:20],
+            "story": [
+                {"at_us": line.at_us, "kind": line.kind, "text": line.text} for line in story
+            ],
+            "deployments": [
+                {"id": live.id, "model": live.model, "wpg": live.wpg, "calls": len(live.calls)}
+                for live in self.state.deployments.values()
+                if live.job == job_id
+            ],
+        }
+
+    async def nodes(self, who: Principal) -> dict[str, Any]:
+        hub = self._parts.hub
+        wpgs = [view | self._agent_side(view["id"]) for view in self.shell.wpg_views()]
+        used = sum(
+            file.stat().st_size for file in self.settings.host_dir.rglob("*") if file.is_file()
+        )
+        return {
+            "partition": self.settings.partition,
+            "epoch": self._parts.epoch,
+            "draining": self.state.draining,
+            "hold": {
+                "id": self._parts.hold,
+                "backend": self.settings.backend,
+                "state": "up" if hub is not None and hub.agents else "starting",
+                "since_us": self._parts.hold_since_us,
+            },
+            "agents": [
+                {"name": agent.name, "node": agent.node, "pid": agent.pid}
+                for agent in (hub.agents.values() if hub is not None else ())
+            ],
+            "wpgs": wpgs,
+            "models": [
+                {
+                    "name": model.name,
+                    "parameters": model.parameters,
+                    "dtype": model.dtype,
+                    "max_context_length": model.max_context_length,
+                }
+                for model in self.models.values()
+            ],
+            "host_bytes": {"used": used, "limit": self.settings.host_bytes},
+        }
+
+    def _agent_side(self, wpg: str) -> dict[str, Any]:
+        hub = self._parts.hub
+        view = hub.wpgs.get(wpg) if hub is not None else None
+        if view is None:
+            return {"state": "starting", "pids": [], "reason": "no agent has said hello yet"}
+        facts: dict[str, Any] = {"pids": view.pids, "reason": view.reason}
+        return facts if view.state == "up" else facts | {"state": view.state}
+
+    async def timeline(
+        self, who: Principal, *, since_us: int, until_us: int
+    ) -> list[dict[str, Any]]:
+        self.shell.tick()
+        await self.writer.drain()
+        rows = await self.store.read(
+            ledger.between,
+            [self._parts.hold],
+            since_us=since_us,
+            until_us=until_us,
+        )
+        return [
+            {
+                "wpg": row.wpg,
+                "activity": str(row.activity),
+                "job_id": row.job_id,
+                "call_id": row.call_id,
+                "kind": self._kind(row.call_id),
+                "start_us": row.start_us,
+                "stop_us": row.stop_us,
+                "gpu_us": row.gpu_us,
+            }
+            for row in rows
+        ]
+
+    def _kind(self, call_id: str | None) -> str:
+        entry = self.shell.entries.get(CallId(call_id)) if call_id is not None else None
+        return str(entry.call.kind) if entry is not None else ""
+
+    async def drain(self, who: Principal, *, on: bool) -> dict[str, Any]:
+        if not who.admin:
+            raise Denied("only the service user or root may drain a partition")
+        self.state.draining = on
+        return {"draining": on}
+
+    async def release(self, who: Principal) -> dict[str, Any]:
+        """Give the hold back and end the daemon."""
+        if not who.admin:
+            raise Denied("only the service user or root may release the hold")
+        self._parts.release.set()
+        return {"released": self._parts.hold}
+
+
+def _states(words: Sequence[str]) -> list[JobState]:
+    try:
+        return [JobState(word.lower()) for word in words]
+    except ValueError as error:
+        known = ", ".join(JobState)
+        raise BadInput(f"unknown job state in {', '.join(words)}; known: {known}") from error
+
+
+def _how(row: JobRow) -> str:
+    if row.state in ENDED:
+        return f"job {row.id} is {row.state}: {row.reason or 'its controller ended'}"
+    return row.reason or f"job {row.id} is {row.state} and waits for nothing"
+
+
+def _finish_session(session: Any, session_id: str, reason: str, now_us: int) -> None:
+    deployments.finish_session(session, session_id, reason=reason, now_us=now_us)

@@ -1,0 +1,431 @@
+"""Carries out the core's instructions, and brings back what happened.
+
+The core decides; this module has the bodies, the links to the agents and the books. Events of
+one turn of the loop are planned once, at its end.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, assert_never
+
+from plexrl_slurm import wire
+from plexrl_slurm.clock import now_us
+from plexrl_slurm.core.explain import ReasonKind
+from plexrl_slurm.core.ids import CallId, CauseId, DeploymentId, WpgId
+from plexrl_slurm.core.messages import (
+    AnyEvent,
+    AnyInstruction,
+    Call,
+    CallArrived,
+    CallCancelled,
+    Charge,
+    Deployment,
+    DeploymentDropped,
+    DeploymentPlaced,
+    Finish,
+    Forget,
+    FunctionKind,
+    Run,
+    RunEnded,
+    SaveImage,
+    Switch,
+    SwitchEnded,
+    Tick,
+    WakeAt,
+)
+from plexrl_slurm.core.scheduler import SchedulerCore
+from plexrl_slurm.daemons.parts import cut, join
+from plexrl_slurm.daemons.spool import Spool
+from plexrl_slurm.logs import say
+
+log = logging.getLogger(__name__)
+
+#: After a switch that failed (the host tier is full, say) it is tried again after this.
+RETRY_S = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A call while anybody may still ask for it."""
+
+    call: Call
+    #: Samples are kept whole; training bodies are in the spool.
+    sample: wire.Sample | wire.Doomed | None = None
+    #: Encoded body of a training call while it is hot; read from the spool otherwise.
+    data: bytes | None = None
+    #: Snapshot id of a publish.
+    publish: str = ""
+    #: What a result means beyond itself (a snapshot is ready, a checkpoint exists).
+    translate: Callable[[wire.Result], Any] | None = None
+    parts: dict[int, wire.Result] = field(default_factory=dict)
+    #: The answer, once it is durable.
+    outcome: Any = None
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    #: Something was delivered to the caller at this instant; ``None``: never.
+    fetched_us: int | None = None
+    #: It ended while no daemon was there; its end is being written down.
+    late: bool = False
+    #: A complete image contains it: no replay will need it.
+    forgotten: bool = False
+
+    def resolve(self, outcome: Any) -> None:
+        """Everybody who waits gets ``outcome``."""
+        self.outcome = outcome
+        self.ended.set()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """Where a snapshot's weights are."""
+
+    model: str
+    #: "" for the agent's host tier.
+    path: str
+
+
+class Orders(Protocol):
+    """The way to the agents; implemented by ``agents.AgentHub``."""
+
+    def switch(self, step: Switch, weights: Weights | None) -> None: ...
+    def save(self, step: SaveImage) -> None: ...
+    def run(self, step: Run, body: bytes, publish: str) -> None: ...
+    def abort(self, wpg: WpgId, call: CallId) -> None: ...
+
+
+class Books(Protocol):
+    """What has to be written down; implemented by ``accounting.Accounting``."""
+
+    def charge(self, charge: Charge) -> None: ...
+    def finished(
+        self, entry: Entry, result: wire.Result, *, ok: bool, after: Callable[[], None]
+    ) -> None: ...
+    def image(
+        self, wpg: WpgId, deployment: DeploymentId, progress: tuple[int, int], size: int
+    ) -> None: ...
+    def forget(self, deployment: DeploymentId, progress: tuple[int, int]) -> list[CallId]: ...
+
+
+class Shell:
+    """The impure half of the scheduler."""
+
+    def __init__(
+        self, core: SchedulerCore, *, spool: Spool, books: Books, max_part_tokens: int
+    ) -> None:
+        self.core = core
+        self.entries: dict[CallId, Entry] = {}
+        self.deployments: dict[DeploymentId, Deployment] = {}
+        self.weights: dict[DeploymentId, Weights] = {}
+        self.orders: Orders | None = None
+        #: Set when the core contradicts itself: the daemon must end.
+        self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._spool, self._books, self._max_part_tokens = spool, books, max_part_tokens
+        self._planned = False
+        self._wake: asyncio.TimerHandle | None = None
+        self._homeless: dict[DeploymentId, list[Call]] = {}
+        #: Last instruction of every WPG that moves state: its end changes the image.
+        self._moving: dict[WpgId, Switch | SaveImage] = {}
+
+    # -- facts in ----------------------------------------------------------------------------
+    def feed(self, event: AnyEvent) -> None:
+        """Hand the core one fact; it plans at the end of this turn."""
+        try:
+            self._perform(self.core.handle(event))
+        except Exception as problem:
+            self._break(problem)
+            raise
+        if not self._planned:
+            self._planned = True
+            asyncio.get_running_loop().call_soon(self._plan)
+
+    def place(
+        self,
+        deployment: Deployment,
+        *,
+        image: tuple[int, int] | None,
+        applied: tuple[int, int],
+        done: list[Call],
+        weights: Weights | None = None,
+    ) -> None:
+        """Tell the core of a deployment, then of all its calls that are known."""
+        self.deployments[deployment.id] = deployment
+        if weights is not None:
+            self.weights[deployment.id] = weights
+        cause = CauseId(f"place {deployment.id}")
+        self.feed(
+            DeploymentPlaced(
+                at_us=now_us(), cause=cause, deployment=deployment, image=image, applied=applied
+            )
+        )
+        for call in done:
+            self.feed(CallArrived(at_us=now_us(), cause=cause, call=call, done=True))
+        for call in self._homeless.pop(deployment.id, []):
+            self.feed(CallArrived(at_us=now_us(), cause=cause, call=call))
+
+    def submit(self, entry: Entry) -> None:
+        """A call that is durable. It waits here if its deployment is not placed yet."""
+        call = entry.call
+        self.entries[call.id] = entry
+        if call.deployment in self.deployments:
+            cause = CauseId(f"call {call.id}")
+            self.feed(CallArrived(at_us=now_us(), cause=cause, call=call))
+        else:
+            self._homeless.setdefault(call.deployment, []).append(call)
+
+    def drop(self, deployment: DeploymentId) -> None:
+        """Its job ended, or nobody names the snapshot any more."""
+        for call in self._homeless.pop(deployment, []):
+            self._finish(Finish(call=call.id, ok=False, reason=_ENDED, cause=CauseId("drop")))
+        if self.deployments.pop(deployment, None) is not None:
+            cause = CauseId(f"drop {deployment}")
+            self.feed(DeploymentDropped(at_us=now_us(), cause=cause, deployment=deployment))
+        self.weights.pop(deployment, None)
+
+    def cancel(self, call: CallId) -> None:
+        """Nobody waits for it any more."""
+        entry = self.entries.get(call)
+        if entry is None or entry.ended.is_set():
+            return
+        deployment = self.deployments.get(entry.call.deployment)
+        if deployment is not None:
+            cause = CauseId(f"cancel {call}")
+            self.feed(CallCancelled(at_us=now_us(), cause=cause, call=call))
+            if entry.call.kind is FunctionKind.SAMPLE and self.orders is not None:
+                self.orders.abort(deployment.wpg, call)
+
+    def run_ended(
+        self, wpg: WpgId, call: CallId, part: int, *, ok: bool, result: bytes, error: str
+    ) -> None:
+        """An agent says that a run ended. Its result is stored before the core hears of it."""
+        self.keep_part(call, part, ok=ok, result=result, error=error)
+        self.feed(
+            RunEnded(
+                at_us=now_us(), cause=CauseId(f"call {call}"), wpg=wpg, call=call, part=part, ok=ok
+            )
+        )
+
+    def keep_part(self, call: CallId, part: int, *, ok: bool, result: bytes, error: str) -> None:
+        """Remember one part's result until the call finishes."""
+        entry = self.entries.get(call)
+        if entry is None or entry.ended.is_set():
+            return
+        entry.parts[part] = wire.decode_result(result) if ok else wire.Failed(error, "user")
+        if ok and entry.call.parts > 1:
+            self._spool.write_result(call, result, part=part)
+
+    def switch_ended(self, wpg: WpgId, *, ok: bool, moved_bytes: int) -> None:
+        """An agent says that a switch or a save ended."""
+        step = self._moving.pop(wpg, None)
+        if ok and isinstance(step, SaveImage):
+            self._books.image(wpg, step.deployment, step.progress, moved_bytes)
+        elif ok and isinstance(step, Switch) and step.outgoing is not None:
+            self._books.image(wpg, step.outgoing, step.outgoing_progress, moved_bytes)
+        cause = step.cause if step is not None else CauseId(f"agent of {wpg}")
+        event = SwitchEnded(at_us=now_us(), cause=cause, wpg=wpg, ok=ok, moved_bytes=moved_bytes)
+        if ok:
+            self.feed(event)
+        else:
+            asyncio.get_running_loop().call_later(RETRY_S, self._feed_late, event)
+
+    def _feed_late(self, event: SwitchEnded) -> None:
+        self.feed(
+            SwitchEnded(
+                at_us=now_us(),
+                cause=event.cause,
+                wpg=event.wpg,
+                ok=event.ok,
+                moved_bytes=event.moved_bytes,
+            )
+        )
+
+    # -- decisions out -----------------------------------------------------------------------
+    def _plan(self) -> None:
+        self._planned = False
+        try:
+            self._perform(self.core.plan(now_us(), CauseId("plan")))
+        except Exception as problem:
+            self._break(problem)
+
+    def _break(self, problem: Exception) -> None:
+        log.error("the core contradicts itself", exc_info=problem)
+        if not self.broken.done():
+            self.broken.set_exception(problem)
+
+    def _perform(self, instructions: list[AnyInstruction]) -> None:
+        for instruction in instructions:
+            self._do(instruction)
+
+    def _do(self, step: AnyInstruction) -> None:
+        match step:
+            case Run():
+                self._run(step)
+            case Switch():
+                self._moving[step.wpg] = step
+                say(log, "switch", wpg=step.wpg, out=step.outgoing, into=step.incoming)
+                self._agents().switch(step, self.weights.get(step.incoming))
+            case SaveImage():
+                self._moving[step.wpg] = step
+                self._agents().save(step)
+            case Finish():
+                self._finish(step)
+            case Forget():
+                for call in self._books.forget(step.deployment, step.progress):
+                    self._forget(call)
+            case Charge():
+                self._books.charge(step)
+            case WakeAt():
+                self._wake_at(step.at_us)
+            case _:
+                assert_never(step)
+
+    def _agents(self) -> Orders:
+        if self.orders is None:
+            raise RuntimeError("an instruction before any agent is known")
+        return self.orders
+
+    def _run(self, step: Run) -> None:
+        entry = self.entries[step.call]
+        if entry.sample is not None:
+            self._agents().run(step, wire.encode(entry.sample), "")
+            return
+        data = entry.data if entry.data is not None else self._spool.read_body(step.call)
+        if data is None:
+            message = f"the body of call {step.call} is gone, so it cannot be run again"
+            body: bytes = wire.encode(wire.Doomed(message))
+        elif entry.call.parts > 1:
+            whole = wire.decode_body(data)
+            if not isinstance(whole, wire.ForwardBackward):
+                raise TypeError(f"{type(whole).__name__} has no parts")
+            body = wire.encode(cut(whole, part=step.part, max_tokens=self._max_part_tokens))
+        else:
+            body = data
+        self._agents().run(step, body, entry.publish)
+
+    def _finish(self, step: Finish) -> None:
+        entry = self.entries.get(step.call)
+        if entry is None or entry.ended.is_set():
+            return
+        result = self.result_of(entry, ok=step.ok, reason=step.reason)
+        entry.data = None
+        self._books.finished(
+            entry,
+            result,
+            ok=step.ok,
+            after=lambda: entry.resolve(entry.translate(result) if entry.translate else result),
+        )
+
+    def finish_late(self, entry: Entry, *, ok: bool) -> None:
+        """A training call ended while no daemon was there; the core never hears of it."""
+        entry.late = True
+        self._finish(Finish(call=entry.call.id, ok=ok, cause=CauseId("ended unseen")))
+
+    def result_of(self, entry: Entry, *, ok: bool, reason: str) -> wire.Result:
+        """The whole call's result out of its parts'."""
+        if isinstance(entry.sample, wire.Doomed):
+            return wire.Failed(entry.sample.message, "user")
+        if not ok:
+            failed = [part for part in entry.parts.values() if isinstance(part, wire.Failed)]
+            if failed and not reason:
+                return failed[-1]
+            if not reason and entry.call.doomed:
+                body = self._spool.read_body(entry.call.id)
+                doomed = wire.decode_body(body) if body is not None else None
+                if isinstance(doomed, wire.Doomed):
+                    return wire.Failed(doomed.message, "user")
+            return wire.Failed(reason or "the function failed", "server" if reason else "user")
+        parts = []
+        for part in range(entry.call.parts):
+            result = entry.parts.get(part)
+            if result is None:
+                data = self._spool.read_result(entry.call.id, part=part)
+                result = wire.decode_result(data) if data is not None else None
+            if result is None:
+                return wire.Failed(f"the result of part {part} of the call is lost", "server")
+            parts.append(result)
+        return join(parts)
+
+    def _forget(self, call: CallId) -> None:
+        self._spool.drop_body(call)
+        if (entry := self.entries.get(call)) is not None:
+            entry.forgotten = True
+
+    def discard(self, call: CallId) -> None:
+        """Nobody will ask for it, and no replay needs it."""
+        entry = self.entries.pop(call, None)
+        if entry is not None and entry.sample is None:
+            self._spool.drop_body(call)
+            self._spool.drop_result(call)
+
+    def collect(self, *, fetched_before_us: int) -> None:
+        """Forget calls whose answers were fetched long ago and that no replay needs."""
+        for call, entry in list(self.entries.items()):
+            old = entry.fetched_us is not None and entry.fetched_us < fetched_before_us
+            if old and (entry.forgotten or entry.sample is not None):
+                del self.entries[call]
+
+    def image_found(self, deployment: DeploymentId, image: tuple[int, int] | None) -> None:
+        """Its agent was started again, and this is what it found in the host tier."""
+        self.feed(
+            DeploymentPlaced(
+                at_us=now_us(),
+                cause=CauseId("agent was started again"),
+                deployment=self.deployments[deployment],
+                image=image,
+            )
+        )
+
+    # -- views -------------------------------------------------------------------------------
+    @staticmethod
+    def decode(result: bytes) -> wire.Result:
+        """A stored result."""
+        return wire.decode_result(result)
+
+    def why_waits(self, call: CallId) -> str:
+        """What a call waits for; "" if it runs."""
+        entry = self.entries.get(call)
+        if entry is not None and entry.call.deployment not in self.deployments:
+            return "its weights are not there yet"
+        reasons = self.core.explain(call).reasons
+        return "; ".join(
+            reason.sentence for reason in reasons if reason.kind is not ReasonKind.RUNNING
+        )
+
+    def _owner(self, resident: DeploymentId | None) -> int | None:
+        deployment = self.deployments.get(resident) if resident is not None else None
+        return deployment.job if deployment is not None else None
+
+    def wpg_views(self) -> list[dict[str, Any]]:
+        """What every WPG does, for ``plexrl sinfo``."""
+        return [
+            {
+                "id": view.wpg,
+                "pool": str(view.pool),
+                "gpus": view.gpus,
+                "state": str(view.activity),
+                "resident": view.resident,
+                "resident_job": self._owner(view.resident),
+                "jobs": list(view.jobs),
+                "since_us": view.since_us,
+                "waiting": view.queue_length,
+                "waiting_jobs": list(view.waiting_jobs),
+                "running": view.running,
+                "deployments": sum(
+                    deployment.wpg == view.wpg for deployment in self.deployments.values()
+                ),
+            }
+            for view in self.core.views()
+        ]
+
+    def _wake_at(self, at_us: int) -> None:
+        if self._wake is not None:
+            self._wake.cancel()
+        delay = max(0.0, (at_us - now_us()) / 1e6)
+        self._wake = asyncio.get_running_loop().call_later(delay, self.tick)
+
+    def tick(self) -> None:
+        """Let the core book what has passed."""
+        self.feed(Tick(at_us=now_us(), cause=CauseId("tick")))
+
+
+_ENDED = "the job has ended"

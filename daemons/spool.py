@@ -1,0 +1,145 @@
+"""Bulky things that the database does not hold: bodies and results of calls.
+
+Files under ``<state_dir>/spool``. A body is complete on disk before the call's row is committed,
+and a result before the row says done. Sample calls are lines of one append-only journal per
+sampling session instead; after a restart they run again, with the same seeds.
+"""
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from plexrl_slurm import wire
+from plexrl_slurm.core.errors import StorageFull
+
+
+class SampleLine(msgspec.Struct, frozen=True, array_like=True):
+    """One accepted sample call."""
+
+    call: str
+    seq: int
+    body: wire.Sample | wire.Doomed
+
+
+_lines = msgspec.msgpack.Decoder(SampleLine)
+
+
+class Spool:
+    """Owned by the daemon of one partition."""
+
+    def __init__(self, folder: Path) -> None:
+        self._bodies = folder / "bodies"
+        self._results = folder / "results"
+        self._samples = folder / "samples"
+        for each in (self._bodies, self._results, self._samples):
+            each.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._journals: dict[str, int] = {}
+
+    # -- training calls ----------------------------------------------------------------------
+    def write_body(self, call: str, data: bytes) -> None:
+        """Raises ``StorageFull``; then nothing is left behind."""
+        _write(self._bodies / call, data)
+
+    def read_body(self, call: str) -> bytes | None:
+        """``None`` if it was dropped."""
+        return _read(self._bodies / call)
+
+    def drop_body(self, call: str) -> None:
+        """Delete it; harmless if it is gone."""
+        (self._bodies / call).unlink(missing_ok=True)
+
+    def write_result(self, call: str, data: bytes, *, part: int | None = None) -> None:
+        """Result of a call, or of one part of it. Raises ``StorageFull``."""
+        _write(self._results / (call if part is None else f"{call}+{part}"), data)
+
+    def read_result(self, call: str, *, part: int | None = None) -> bytes | None:
+        """``None`` if there is none."""
+        return _read(self._results / (call if part is None else f"{call}+{part}"))
+
+    def drop_result(self, call: str, *, parts: int = 0) -> None:
+        """Delete it, or with ``parts`` only the results of its parts."""
+        if parts == 0:
+            (self._results / call).unlink(missing_ok=True)
+        for part in range(parts):
+            (self._results / f"{call}+{part}").unlink(missing_ok=True)
+
+    # -- sample calls ------------------------------------------------------------------------
+    def journal_sample(self, session: str, line: SampleLine) -> None:
+        """Append; raises ``StorageFull``, then the torn tail is cut off."""
+        descriptor = self._journals.get(session)
+        if descriptor is None:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            descriptor = os.open(self._samples / session, flags, 0o600)
+            self._journals[session] = descriptor
+        data = msgspec.msgpack.encode(line)
+        record = len(data).to_bytes(4, "little") + data
+        before = os.fstat(descriptor).st_size
+        with _room(self._samples, len(record)):
+            if os.write(descriptor, record) != len(record):
+                os.ftruncate(descriptor, before)
+                raise OSError(errno.ENOSPC, "short write")
+
+    def journalled_samples(self, session: str) -> Iterator[SampleLine]:
+        """All lines; a torn tail (the daemon died while it wrote) was never acknowledged."""
+        data = _read(self._samples / session) or b""
+        at = 0
+        while at + 4 <= len(data):
+            size = int.from_bytes(data[at : at + 4], "little")
+            if at + 4 + size > len(data):
+                return
+            yield _lines.decode(data[at + 4 : at + 4 + size])
+            at += 4 + size
+
+    def close_journal(self, session: str) -> None:
+        """The sampling session is over: nobody can ask for its samples any more."""
+        if (descriptor := self._journals.pop(session, None)) is not None:
+            os.close(descriptor)
+        (self._samples / session).unlink(missing_ok=True)
+
+    def mend_journals(self) -> None:
+        """At start: cut torn tails off, so that appending goes on at a line's end."""
+        for path in self._samples.iterdir():
+            data, at = path.read_bytes(), 0
+            while at + 4 <= len(data):
+                size = int.from_bytes(data[at : at + 4], "little")
+                if at + 4 + size > len(data):
+                    break
+                at += 4 + size
+            if at != len(data):
+                os.truncate(path, at)
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+
+
+def _write(path: Path, data: bytes) -> None:
+    part = path.with_name(f".{path.name}")
+    try:
+        with _room(path.parent, len(data)):
+            part.write_bytes(data)
+            part.rename(path)
+    except StorageFull:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def _room(folder: Path, needed_bytes: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            free = shutil.disk_usage(folder).free
+            raise StorageFull(str(folder), needed_bytes, free) from error
+        raise

@@ -1,0 +1,107 @@
+"""What the daemon keeps in memory of live jobs. Only it writes the rows behind, so this is true."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from plexrl_slurm.core.ids import CallId, DeploymentId, JobId, SlurmId, WpgId
+from plexrl_slurm.core.messages import Pool
+
+
+@dataclass(slots=True, eq=False)
+class LiveJob:
+    """A job that is claimed or runs."""
+
+    id: JobId
+    uid: int
+    user: str
+    name: str
+    seed: int
+    priority: int
+    slurm_id: SlurmId
+    running: bool
+    #: Home WPGs, by pool; fixed at admission.
+    homes: dict[Pool, WpgId] = field(default_factory=dict)
+    #: ``(home, image bytes)`` of what it said it would create.
+    declared: list[tuple[WpgId, int]] = field(default_factory=list)
+    sessions: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class LiveSession:
+    """A Tinker session of a live job."""
+
+    id: str
+    job: JobId
+    heartbeat_us: int
+    finished: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class LiveDeployment:
+    """A training deployment of a live job."""
+
+    id: DeploymentId
+    job: JobId
+    session: str
+    model: str
+    rank: int
+    wpg: WpgId
+    user_metadata: Mapping[str, Any]
+    last_used_us: int
+    #: ``seq -> call`` of every accepted call: a repeat gets the first's id.
+    calls: dict[int, CallId] = field(default_factory=dict)
+    dropped: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class LiveSnapshot:
+    """A snapshot that somebody can sample from."""
+
+    id: DeploymentId
+    job: JobId
+    model: str
+    uri: str | None
+    #: "" while it is only in the host tier.
+    path: str
+    wpg: WpgId
+    content: str
+    bytes: int
+    deployment: DeploymentId | None
+    ready: bool
+    #: Open sampling sessions that pin it.
+    samplers: set[str] = field(default_factory=set)
+    #: Named ones stay though nobody samples.
+    dropped: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Sampler:
+    """A sampling session."""
+
+    id: str
+    session: str
+    job: JobId
+    snapshot: DeploymentId
+    #: Names the session in seeds: the same in every run of the same controller.
+    seed_name: str
+    last_used_us: int
+    #: Calls that have not ended.
+    waiting: int = 0
+    #: ``seq -> call`` of every accepted call.
+    calls: dict[int, CallId] = field(default_factory=dict)
+    closed: bool = False
+
+
+@dataclass(slots=True)
+class State:
+    """Everything, by id."""
+
+    jobs: dict[JobId, LiveJob] = field(default_factory=dict)
+    #: SHA-256 of the token, in hex.
+    tokens: dict[str, JobId] = field(default_factory=dict)
+    sessions: dict[str, LiveSession] = field(default_factory=dict)
+    deployments: dict[DeploymentId, LiveDeployment] = field(default_factory=dict)
+    snapshots: dict[DeploymentId, LiveSnapshot] = field(default_factory=dict)
+    samplers: dict[str, Sampler] = field(default_factory=dict)
+    draining: bool = False

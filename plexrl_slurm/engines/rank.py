@@ -1,0 +1,272 @@
+"""One rank: a process that owns one engine and does what its agent says.
+
+``python -m plexrl_slurm.engines.rank SPEC.json``. It dies with its agent (PDEATHSIG), so a
+lost agent never leaves GPUs in use. Training ranks work strictly in the order they are told;
+a sampling rank runs calls side by side.
+"""
+
+import asyncio
+import ctypes
+import json
+import logging
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, assert_never
+
+import zmq
+import zmq.asyncio
+
+from plexrl_slurm import logs, wire
+from plexrl_slurm.clock import now_us
+from plexrl_slurm.core.catalogue import ModelSpec
+from plexrl_slurm.core.errors import BadInput, PlexError, StorageFull
+from plexrl_slurm.engines import ranklink
+from plexrl_slurm.engines.base import (
+    TRAIN_ENGINES,
+    RankSpec,
+    SampleEngine,
+    TrainEngine,
+    make_sample_engine,
+    make_train_engine,
+)
+
+log = logging.getLogger(__name__)
+
+
+def read_spec(text: str) -> RankSpec:
+    """The spec an agent wrote with :func:`write_spec`."""
+    raw = json.loads(text)
+    raw["models"] = {name: ModelSpec(**model) for name, model in raw["models"].items()}
+    raw["cores"] = tuple(raw["cores"])
+    return RankSpec(**raw)
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent thread ends."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        sys.exit(1)
+
+
+class TrainRank:
+    """Blocking loop around a training engine."""
+
+    def __init__(self, engine: TrainEngine, link: "zmq.Socket[bytes]") -> None:
+        self._engine, self._link = engine, link
+
+    def run(self) -> None:
+        """Until told to stop. A failure that is not the input's fault ends the process."""
+        while True:
+            order = ranklink.decode_order(self._link.recv())
+            if isinstance(order.operation, ranklink.Stop):
+                return
+            started = now_us()
+            moved, result, error, ok = 0, b"", "", True
+            try:
+                moved, result = self._perform(order.operation)
+            except (BadInput, StorageFull) as problem:
+                ok, error = False, str(problem)
+            self._link.send(
+                ranklink.encode(
+                    ranklink.Answer(
+                        id=order.id,
+                        ok=ok,
+                        result=result,
+                        error=error,
+                        moved_bytes=moved,
+                        started_us=started,
+                        ended_us=now_us(),
+                    )
+                )
+            )
+
+    def _perform(self, operation: ranklink.Operation) -> tuple[int, bytes]:
+        engine = self._engine
+        match operation:
+            case ranklink.Load():
+                moved = 0
+                if operation.outgoing:
+                    moved += engine.save_image(
+                        Path(operation.save_path),
+                        deployment=operation.outgoing,
+                        progress=operation.progress,
+                    )
+                moved += engine.load_image(Path(operation.load_path), deployment=operation.incoming)
+                return moved, b""
+            case ranklink.Save():
+                return engine.save_image(
+                    Path(operation.path),
+                    deployment=operation.deployment,
+                    progress=operation.progress,
+                ), b""
+            case ranklink.Call():
+                return 0, wire.encode(self._call(operation))
+            case ranklink.Abort() | ranklink.Stop():
+                return 0, b""
+            case _:
+                assert_never(operation)
+
+    def _call(self, call: ranklink.Call) -> wire.Result:
+        engine, body = self._engine, wire.decode_body(call.body)
+        match body:
+            case wire.Create():
+                created = engine.create(call.deployment, body)
+                if body.load_path:
+                    engine.load_state(wire.LoadState(body.load_path, body.load_uri, body.optimizer))
+                return created
+            case wire.ForwardBackward():
+                return engine.forward_backward(body)
+            case wire.OptimStep():
+                return engine.optim_step(body)
+            case wire.SaveState():
+                return engine.save_state(body)
+            case wire.LoadState():
+                return engine.load_state(body)
+            case wire.Publish():
+                return engine.publish(body, Path(call.publish_path))
+            case wire.Sample() | wire.Doomed():
+                raise BadInput(f"a training WPG cannot run {type(body).__name__}")
+            case _:
+                assert_never(body)
+
+
+class SampleRank:
+    """Event loop around a sampling engine."""
+
+    def __init__(self, engine: SampleEngine, link: zmq.asyncio.Socket) -> None:
+        self._engine, self._link = engine, link
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def run(self) -> str | None:
+        """Until told to stop (``None``) or broken (why)."""
+        while True:
+            receive = asyncio.ensure_future(self._link.recv())
+            await asyncio.wait({receive, self._broken}, return_when=asyncio.FIRST_COMPLETED)
+            if self._broken.done():
+                receive.cancel()
+                return self._broken.result()
+            order = ranklink.decode_order(await receive)
+            match order.operation:
+                case ranklink.Stop():
+                    return None
+                case ranklink.Abort(order=running):
+                    if (task := self._running.get(running)) is not None:
+                        task.cancel()
+                case _:
+                    self._running[order.id] = asyncio.create_task(self._work(order))
+
+    async def _work(self, order: ranklink.Order) -> None:
+        started = now_us()
+        moved, result, error, ok = 0, b"", "", True
+        try:
+            moved, result = await self._perform(order.operation)
+        except BadInput as problem:
+            ok, error = False, str(problem)
+        except asyncio.CancelledError:
+            ok, error = False, "cancelled"
+        except Exception as problem:
+            log.exception("the engine failed")
+            if not self._broken.done():
+                self._broken.set_result(f"{type(problem).__name__}: {problem}")
+            return
+        finally:
+            self._running.pop(order.id, None)
+        await self._link.send(
+            ranklink.encode(
+                ranklink.Answer(
+                    id=order.id,
+                    ok=ok,
+                    result=result,
+                    error=error,
+                    moved_bytes=moved,
+                    started_us=started,
+                    ended_us=now_us(),
+                )
+            )
+        )
+
+    async def _perform(self, operation: ranklink.Operation) -> tuple[int, bytes]:
+        if isinstance(operation, ranklink.Load):
+            moved = await self._engine.load_snapshot(
+                Path(operation.load_path), model=operation.model
+            )
+            return moved, b""
+        if isinstance(operation, ranklink.Call):
+            body = wire.decode_body(operation.body)
+            if isinstance(body, wire.Sample):
+                return 0, wire.encode(await self._engine.sample(operation.call, body))
+            raise BadInput(f"a rollout WPG cannot run {type(body).__name__}")
+        raise BadInput(f"a rollout WPG cannot {type(operation).__name__.lower()}")
+
+
+def _say_fatal(link: Any, problem: BaseException) -> None:
+    link.send(ranklink.encode(ranklink.Fatal(reason=f"{type(problem).__name__}: {problem}")))
+
+
+def run_train(spec: RankSpec) -> int:
+    """Serve a training engine; returns the exit code."""
+    context = zmq.Context()
+    link = context.socket(zmq.DEALER)
+    link.setsockopt(zmq.LINGER, 1000)
+    link.setsockopt(zmq.IDENTITY, spec.identity.encode())
+    link.connect(spec.agent)
+    try:
+        engine = make_train_engine(spec)
+        link.send(ranklink.encode(ranklink.Up(pid=os.getpid())))
+        TrainRank(engine, link).run()
+    except Exception as problem:
+        traceback.print_exc()
+        _say_fatal(link, problem)
+        return 1
+    finally:
+        link.close()
+        context.term()
+    return 0
+
+
+async def run_sample(spec: RankSpec) -> int:
+    """Serve a sampling engine; returns the exit code."""
+    context = zmq.asyncio.Context()
+    link = context.socket(zmq.DEALER)
+    link.setsockopt(zmq.LINGER, 1000)
+    link.setsockopt(zmq.IDENTITY, spec.identity.encode())
+    link.connect(spec.agent)
+    engine = make_sample_engine(spec)
+    try:
+        await engine.start()
+        await link.send(ranklink.encode(ranklink.Up(pid=os.getpid())))
+        why = await SampleRank(engine, link).run()
+        if why is not None:
+            raise PlexError(why)
+        await engine.close()
+    except Exception as problem:
+        traceback.print_exc()
+        await link.send(ranklink.encode(ranklink.Fatal(reason=f"{problem}")))
+        await asyncio.sleep(0.2)
+        return 1
+    finally:
+        link.close()
+        context.term()
+    return 0
+
+
+def main() -> None:
+    """Entry of the process."""
+    die_with_parent()
+    logs.set_up()
+    spec = read_spec(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    if spec.cores:
+        os.sched_setaffinity(0, spec.cores)
+    code = run_train(spec) if spec.engine in TRAIN_ENGINES else asyncio.run(run_sample(spec))
+    sys.stderr.flush()
+    # Engine libraries leave threads behind that would keep a failed process alive.
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

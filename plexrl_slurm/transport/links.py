@@ -1,0 +1,108 @@
+"""Both ends of the daemon-agent link. Bytes and addresses; what they mean is the caller's."""
+
+from pathlib import Path
+from typing import Self
+
+import zmq
+import zmq.asyncio
+from zmq.auth.asyncio import AsyncioAuthenticator
+
+from plexrl_slurm.transport import messages
+from plexrl_slurm.transport.keys import agent_keys, server_keys
+
+
+class AgentServer:
+    """The daemon's end: many agents dial in, only those who hold the agent key get through."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self._state_dir = state_dir
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._auth = AsyncioAuthenticator(self._context)
+
+    def start(self, host: str) -> str:
+        """Listen where an earlier daemon listened, or anywhere free; returns the endpoint."""
+        keys, agents = server_keys(self._state_dir), agent_keys(self._state_dir)
+        self._auth.start()
+        self._auth.configure_curve_callback(domain="*", credentials_provider=_Only(agents.public))
+        self._socket.curve_secretkey = keys.secret
+        self._socket.curve_publickey = keys.public
+        self._socket.curve_server = True
+        self._socket.setsockopt(zmq.LINGER, 500)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        # A restarted agent takes over its old identity at once.
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        remembered = self._state_dir / "agents.endpoint"
+        endpoint = remembered.read_text().strip() if remembered.exists() else ""
+        if endpoint:
+            self._socket.bind(endpoint)
+        else:
+            port = self._socket.bind_to_random_port(f"tcp://{host}")
+            endpoint = f"tcp://{host}:{port}"
+            remembered.write_text(endpoint + "\n")
+        return endpoint
+
+    async def receive(self) -> tuple[bytes, messages.Report]:
+        """``(agent's address, report)``."""
+        address, data = await self._socket.recv_multipart()
+        return address, messages.decode_report(data)
+
+    async def send(self, address: bytes, command: messages.Command) -> None:
+        """Queue a command; an agent that is gone never gets it, and says hello when it is back."""
+        await self._socket.send_multipart([address, messages.encode(command)])
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._auth.stop()
+        self._socket.close()
+        self._context.term()
+
+
+class _Only:
+    """Lets exactly one client key in."""
+
+    def __init__(self, public: bytes) -> None:
+        self._public = public
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Asked by the authenticator for every connection."""
+        return key == self._public
+
+
+class AgentLink:
+    """The agent's end: one daemon, found again after its restart without help."""
+
+    def __init__(self, state_dir: Path, *, agent: str, endpoint: str) -> None:
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        keys = agent_keys(state_dir)
+        self._socket.curve_secretkey = keys.secret
+        self._socket.curve_publickey = keys.public
+        self._socket.curve_serverkey = server_keys(state_dir).public
+        self._socket.setsockopt(zmq.IDENTITY, agent.encode())
+        self._socket.setsockopt(zmq.LINGER, 500)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+        self._socket.connect(endpoint)
+
+    async def receive(self) -> messages.Command:
+        """The daemon's next command."""
+        return messages.decode_command(await self._socket.recv())
+
+    async def send(self, report: messages.Report) -> None:
+        """Queue a report."""
+        await self._socket.send(messages.encode(report))
+
+    def close(self) -> None:
+        """Hang up."""
+        self._socket.close()
+        self._context.term()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
