@@ -1,0 +1,270 @@
+"""What something does or waits for: typed reasons with a sentence each, and a view of a WPG."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from plexrl_slurm.core.ids import CallId, DeploymentId, JobId, WpgId
+from plexrl_slurm.core.lane import Lane, Tenant
+from plexrl_slurm.core.messages import Activity, FunctionKind, Pool, SaveImage
+from plexrl_slurm.core.ordering import Entry
+from plexrl_slurm.core.planner import Planner
+from plexrl_slurm.core.policy import Rule
+
+
+class ReasonKind(StrEnum):
+    """What a reason is about, for programs."""
+
+    RUNNING = "running"
+    #: An earlier seq has not arrived; only the client can help.
+    GAP = "gap"
+    #: An earlier call of the same deployment comes first.
+    EARLIER_CALL = "earlier_call"
+    #: Calls run again, because the device was lost.
+    REPLAY = "replay"
+    NOT_HELD = "not_held"
+    DOWN = "down"
+    BUSY = "busy"
+    SWITCHING = "switching"
+    #: The WPG waits for the resident's next call.
+    KEPT = "kept"
+    #: Another job is to go first.
+    AHEAD = "ahead"
+    #: New samples do not join: somebody else is to follow.
+    LEAVING = "leaving"
+    #: It is next.
+    NEXT = "next"
+    #: It has nothing to do.
+    IDLE = "idle"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reason:
+    """One thing that something waits for."""
+
+    kind: ReasonKind
+    sentence: str
+    wpg: WpgId | None = None
+    #: The other job, if it is about one.
+    job: JobId | None = None
+    seq: int | None = None
+    #: When it ends, where that is known.
+    until_us: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """All that there is to say about one thing."""
+
+    subject: str
+    reasons: tuple[Reason, ...]
+
+    @property
+    def sentence(self) -> str:
+        """The reasons in one line."""
+        return "; ".join(reason.sentence for reason in self.reasons)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WpgView:
+    """What one WPG does now."""
+
+    wpg: WpgId
+    pool: Pool
+    gpus: int
+    activity: Activity
+    #: Who pays for it; several share by sampling.
+    jobs: tuple[JobId, ...]
+    #: The running training call, or ``None``.
+    call: CallId | None
+    #: What is in its device memory (one of several of equal content).
+    resident: DeploymentId | None
+    running: int
+    #: Calls that wait, and the jobs they belong to.
+    queue_length: int
+    waiting_jobs: tuple[JobId, ...]
+    since_us: int
+    #: End of the anticipatory hold.
+    kept_until_us: int | None
+    #: Why it is down; "" if it is up.
+    reason: str
+
+
+def explain(planner: Planner, subject: str) -> Explanation:
+    """What a call, a deployment or a WPG does or waits for."""
+    books = planner.books
+    entry = books.entries.get(CallId(subject))
+    home = books.homes.get(DeploymentId(subject))
+    lane = books.lanes.get(WpgId(subject))
+    if entry is not None:
+        reasons = tuple(_of_call(planner, entry))
+    elif home is not None:
+        reasons = tuple(_of_deployment(planner, *home))
+    elif lane is not None:
+        reasons = tuple(_of_lane(lane))
+    else:
+        sentence = f"{subject} is not here: it has ended, or it never came"
+        reasons = (Reason(kind=ReasonKind.UNKNOWN, sentence=sentence),)
+    return Explanation(subject=subject, reasons=reasons)
+
+
+def explain_job(planner: Planner, job: JobId) -> Sequence[Explanation]:
+    """One explanation for every deployment of the job."""
+    return tuple(
+        explain(planner, name)
+        for name, (_, tenant) in planner.books.homes.items()
+        if tenant.members[name].job == job
+    )
+
+
+def view(planner: Planner, lane: Lane) -> WpgView:
+    """What one held WPG does."""
+    if lane.wpg is None or lane.meter is None:
+        raise ValueError(f"{lane.id} is not held")
+    use = lane.use()
+    waiting = [tenant for tenant in lane.tenants.values() if tenant.queue_length()]
+    busy = {run.call for run in lane.running.values()}
+    queued = sum(t.queue_length() for t in waiting)
+    queued -= sum(
+        run.tenant is not None and run.tenant.program is not None and not run.entry.answered
+        for run in lane.running.values()
+        if run.entry is not None
+    )
+    return WpgView(
+        wpg=lane.id,
+        pool=lane.wpg.pool,
+        gpus=lane.wpg.gpus,
+        activity=use.activity,
+        jobs=tuple(sorted(use.jobs)),
+        call=use.call,
+        resident=None if lane.resident is None else lane.resident.name,
+        running=len(busy),
+        queue_length=queued,
+        waiting_jobs=tuple(sorted({m.job for t in waiting for m in t.members.values()})),
+        since_us=lane.meter.since_us,
+        kept_until_us=lane.kept_until_us,
+        reason=lane.reason,
+    )
+
+
+def _of_call(planner: Planner, entry: Entry) -> Iterator[Reason]:
+    call = entry.call
+    lane, tenant = planner.books.homes[call.deployment]
+    what = _what(entry)
+    if call.id in lane.running:
+        yield Reason(kind=ReasonKind.RUNNING, sentence=f"{what} runs on {lane.id}", wpg=lane.id)
+        return
+    program = tenant.program
+    if program is not None and not entry.answered:
+        first = program.frontier[0]
+        if first < call.seq:
+            kind = ReasonKind.EARLIER_CALL if first in program.calls else ReasonKind.GAP
+            ahead = f"{what} waits for seq {first}"
+            if first in program.calls:
+                ahead += f" ({program.calls[first].call.kind})"
+            else:
+                ahead += ", which has not arrived"
+            yield Reason(kind=kind, sentence=ahead, seq=first, wpg=lane.id)
+            if first not in program.calls:
+                return
+    yield from _of_deployment(planner, lane, tenant)
+
+
+def _of_deployment(planner: Planner, lane: Lane, tenant: Tenant) -> Iterator[Reason]:
+    program = tenant.program
+    if program is not None and program.head() is None:
+        later = [seq for seq, entry in program.calls.items() if not entry.answered]
+        if later:
+            missing = program.frontier[0]
+            sentence = f"seq {min(later)} waits for seq {missing}, which has not arrived"
+            yield Reason(kind=ReasonKind.GAP, sentence=sentence, seq=missing, wpg=lane.id)
+            return
+    if any(run.tenant is tenant for run in lane.running.values()):
+        yield from _running(lane)
+    elif tenant.key not in lane.waiting:
+        sentence = f"{lane.id} has no call of it to run"
+        yield Reason(kind=ReasonKind.IDLE, sentence=sentence, wpg=lane.id)
+        return
+    if program is not None and program.replaying:
+        count = program.to_replay()
+        sentence = f"its state is being rebuilt: {count} earlier calls run again first"
+        yield Reason(kind=ReasonKind.REPLAY, sentence=sentence, wpg=lane.id)
+    if tenant.key in lane.waiting:
+        yield from _of_wait(planner, lane, tenant)
+
+
+def _of_wait(planner: Planner, lane: Lane, tenant: Tenant) -> Iterator[Reason]:
+    if lane.resident is not tenant or not lane.running:
+        busy = list(_of_lane(lane))
+        yield from (reason for reason in busy if reason.kind is not ReasonKind.IDLE)
+        if lane.wpg is None or not lane.up or lane.kept_until_us is not None:
+            return
+    elif lane.leaving:
+        others = sorted(
+            {t.last_job if (h := t.head()) is None else h.call.job
+             for t in lane.waiting.values() if t is not tenant}
+        )  # fmt: skip
+        sentence = f"{lane.id} admits no more samples: {_jobs(others)} waits for it"
+        yield Reason(kind=ReasonKind.LEAVING, sentence=sentence, wpg=lane.id)
+    chosen = planner.choose(lane)
+    if chosen is None or chosen[1] is tenant or lane.owed is tenant:
+        sentence = f"it is next on {lane.id}"
+        yield Reason(kind=ReasonKind.NEXT, sentence=sentence, wpg=lane.id)
+    else:
+        choice = chosen[0]
+        why = "" if choice.rule is Rule.INDEX else f" ({choice.rule})"
+        sentence = f"job {choice.winner.job} is ahead{why}"
+        yield Reason(kind=ReasonKind.AHEAD, sentence=sentence, wpg=lane.id, job=choice.winner.job)
+
+
+def _of_lane(lane: Lane) -> Iterator[Reason]:
+    if lane.wpg is None:
+        sentence = f"{lane.id} is not held by the partition now"
+        yield Reason(kind=ReasonKind.NOT_HELD, sentence=sentence, wpg=lane.id)
+    elif not lane.up:
+        sentence = f"{lane.id} is down: restarting ({lane.reason})"
+        yield Reason(kind=ReasonKind.DOWN, sentence=sentence, wpg=lane.id)
+    elif lane.move is not None:
+        job = lane.move.payer
+        saves = isinstance(lane.move.order, SaveImage)
+        what = "saving an image" if saves else "switching"
+        sentence = f"{lane.id} is {what} for job {job}"
+        yield Reason(kind=ReasonKind.SWITCHING, sentence=sentence, wpg=lane.id, job=job)
+    elif lane.running:
+        yield from _running(lane)
+    elif lane.kept_until_us is not None and lane.resident is not None:
+        job, left_us = lane.resident.last_job, lane.kept_until_us - lane.now_us
+        sentence = f"{lane.id} is kept for job {job} for at most {left_us / 1e6:.1f} s"
+        yield Reason(
+            kind=ReasonKind.KEPT,
+            sentence=sentence,
+            wpg=lane.id,
+            job=job,
+            until_us=lane.kept_until_us,
+        )
+    else:
+        yield Reason(kind=ReasonKind.IDLE, sentence=f"{lane.id} is idle", wpg=lane.id)
+
+
+def _running(lane: Lane) -> Iterator[Reason]:
+    runs = [run.entry.call for run in lane.running.values() if run.entry is not None]
+    jobs = sorted({call.job for call in runs})
+    if not runs:
+        sentence = f"{lane.id} is running a call from before the restart"
+    elif runs[0].kind is FunctionKind.SAMPLE:
+        sentence = f"{lane.id} is running {len(runs)} samples of {_jobs(jobs)}"
+    else:
+        sentence = f"{lane.id} is running {runs[0].kind} of {_jobs(jobs)}"
+    job = jobs[0] if len(jobs) == 1 else None
+    yield Reason(kind=ReasonKind.BUSY, sentence=sentence, wpg=lane.id, job=job)
+
+
+def _what(entry: Entry) -> str:
+    if entry.call.kind is FunctionKind.SAMPLE:
+        return f"sample {entry.call.id}"
+    return f"seq {entry.call.seq}"
+
+
+def _jobs(jobs: Sequence[JobId]) -> str:
+    return f"job{'s' * (len(jobs) > 1)} " + ", ".join(str(job) for job in jobs)

@@ -1,0 +1,339 @@
+"""Reads events: each is one function that writes a fact into the books."""
+
+from typing import assert_never
+
+from plexrl_slurm.core.books import Books
+from plexrl_slurm.core.lane import Lane, Running, Tenant
+from plexrl_slurm.core.ledger import Meter
+from plexrl_slurm.core.messages import (
+    AnyEvent,
+    AnyInstruction,
+    CallArrived,
+    CallCancelled,
+    DeploymentDropped,
+    DeploymentPlaced,
+    Finish,
+    Pool,
+    RunEnded,
+    SaveImage,
+    SwitchEnded,
+    Tick,
+    WpgDown,
+    WpgHeld,
+    WpgReleased,
+    WpgUp,
+)
+from plexrl_slurm.core.ordering import Entry, Program
+from plexrl_slurm.core.residency import Residency, Whereabouts
+
+
+def book(books: Books, event: AnyEvent) -> list[AnyInstruction]:
+    """Write one fact down; what follows from it without any choice."""
+    out: list[AnyInstruction] = []
+    if isinstance(event, Tick):
+        _tick(books, event, out)
+        return out
+    lane = _lane_of(books, event)
+    if lane is None:
+        if isinstance(event, CallArrived) and not event.done:
+            reason = f"deployment {event.call.deployment} is not here: its job has ended"
+            out.append(Finish(call=event.call.id, ok=False, reason=reason, cause=event.cause))
+        return out
+    lane.clamp(event.at_us)
+    match event:
+        case WpgHeld():
+            _held(lane, event)
+        case WpgUp():
+            _up(books, lane, event, out)
+        case WpgDown():
+            _down(books, lane, event, out)
+        case WpgReleased():
+            _released(books, lane, event, out)
+        case DeploymentPlaced():
+            _placed(books, lane, event)
+        case DeploymentDropped():
+            _dropped(books, lane, event, out)
+        case CallArrived():
+            _arrived(books, lane, event, out)
+        case CallCancelled():
+            _cancelled(books, lane, event, out)
+        case RunEnded():
+            _run_ended(books, lane, event, out)
+        case SwitchEnded():
+            _switch_ended(books, lane, event, out)
+        case _:
+            assert_never(event)
+    out.extend(lane.account(event.cause))
+    books.touch(lane)
+    return out
+
+
+def _lane_of(books: Books, event: AnyEvent) -> Lane | None:
+    """The lane that an event is about; ``None`` if it is about nothing that is known."""
+    match event:
+        case WpgHeld(wpg=wpg):
+            return books.lane(wpg.id)
+        case DeploymentPlaced(deployment=deployment):
+            return books.lane(deployment.wpg)
+        case WpgUp() | WpgDown() | WpgReleased() | RunEnded() | SwitchEnded():
+            return books.lanes.get(event.wpg)
+        case DeploymentDropped(deployment=name):
+            return books.homes[name][0] if name in books.homes else None
+        case CallArrived(call=call):
+            return books.homes[call.deployment][0] if call.deployment in books.homes else None
+        case CallCancelled(call=call_id):
+            entry = books.entries.get(call_id)
+            return None if entry is None else books.homes[entry.call.deployment][0]
+        case Tick():
+            return None
+        case _:
+            assert_never(event)
+
+
+# -- WPGs ---------------------------------------------------------------------------------
+
+
+def _held(lane: Lane, event: WpgHeld) -> None:
+    if lane.wpg is None:
+        lane.wpg, lane.meter = event.wpg, Meter(event.wpg, lane.now_us)
+        lane.up, lane.reason = False, "its ranks start"
+
+
+def _up(books: Books, lane: Lane, event: WpgUp, out: list[AnyInstruction]) -> None:
+    if lane.wpg is None or lane.up:
+        return
+    lane.up, lane.reason = True, ""
+    resident = None
+    if event.resident in books.homes and books.homes[event.resident][0] is lane:
+        resident = books.homes[event.resident][1]
+    for call, _ in event.running:
+        entry = books.entries.get(call)
+        if entry is not None:
+            resident = resident or books.homes[entry.call.deployment][1]
+    if resident is not None:
+        lane.resident = resident
+        resident.step(Residency.RESIDENT, event.cause)
+        if resident.program is not None:
+            resident.program.adopt(None)
+            lane.phase(resident, resident.last_job).open_step = resident.program.open_step
+    for call, part in event.running:
+        run = Running(call=call, part=part, start_us=lane.now_us)
+        lane.running[call] = run
+        _recognise(books, lane, run)
+    if resident is not None:
+        books.settle(lane, resident, event.cause, out)
+
+
+def _recognise(books: Books, lane: Lane, run: Running) -> None:
+    """Connect a run that the WPG reported with its call, if that has been heard of."""
+    entry = books.entries.get(run.call)
+    if entry is None:
+        return
+    tenant = books.homes[entry.call.deployment][1]
+    lane.resident = lane.resident or tenant
+    if tenant.program is not None:
+        tenant.program.adopt((entry.call.seq, run.part))
+    books.begin(lane, tenant, run, entry)
+
+
+def _down(books: Books, lane: Lane, event: WpgDown, out: list[AnyInstruction]) -> None:
+    if lane.up:
+        lane.up = False
+        books.lose(lane, event.cause, out, blame=True)
+    lane.reason = event.reason
+
+
+def _released(books: Books, lane: Lane, event: WpgReleased, out: list[AnyInstruction]) -> None:
+    if lane.up:
+        lane.up = False
+        books.lose(lane, event.cause, out, blame=False)
+    if lane.meter is not None:
+        out.extend(lane.meter.cut(lane.now_us, (), event.cause))
+    lane.wpg = lane.meter = None
+    if not lane.tenants:
+        del books.lanes[lane.id]
+
+
+# -- deployments --------------------------------------------------------------------------
+
+
+def _placed(books: Books, lane: Lane, event: DeploymentPlaced) -> None:
+    deployment = event.deployment
+    known = books.homes.get(deployment.id)
+    if known is not None:
+        known[1].members[deployment.id] = deployment
+        return
+    trains = deployment.pool is Pool.TRAIN
+    key = f"train {deployment.id}" if trains else f"sample {deployment.content}"
+    tenant = lane.tenants.get(key)
+    if tenant is None:
+        program = Program(image=event.image, applied=event.applied) if trains else None
+        at = Residency.ABSENT if trains and event.image is None else Residency.HOST
+        tenant = lane.tenants[key] = Tenant(
+            key=key,
+            program=program,
+            where=Whereabouts(deployment.id if trains else key, at),
+            last_job=deployment.job,
+        )
+    tenant.members[deployment.id] = deployment
+    books.homes[deployment.id] = (lane, tenant)
+    books.count(deployment, 1)
+
+
+def _dropped(books: Books, lane: Lane, event: DeploymentDropped, out: list[AnyInstruction]) -> None:
+    _, tenant = books.homes.pop(event.deployment)
+    if tenant.program is not None:
+        mine = list(tenant.program.calls.values())
+        if tenant.ready_us is not None:
+            books.stop_waiting(lane, tenant)
+    else:
+        waiting = [e for e in tenant.samples.values() if e.call.deployment == event.deployment]
+        for entry in waiting:
+            books.drop_sample(lane, tenant, entry)
+        running = [run.entry for run in lane.running.values() if run.entry is not None]
+        mine = waiting + [e for e in running if e.call.deployment == event.deployment]
+    for entry in mine:
+        books.finish(entry, ok=False, reason="the job has ended", cause=event.cause, out=out)
+        books.entries.pop(entry.call.id, None)
+    books.count(tenant.members[event.deployment], -1)
+    if len(tenant.members) > 1:
+        del tenant.members[event.deployment]
+    else:
+        tenant.gone = True
+        del lane.tenants[tenant.key]
+    books.bury(lane, tenant)
+    lane.forget_phases()
+
+
+# -- calls --------------------------------------------------------------------------------
+
+
+def _arrived(books: Books, lane: Lane, event: CallArrived, out: list[AnyInstruction]) -> None:
+    call = event.call
+    tenant = books.homes[call.deployment][1]
+    if call.id in books.entries or (tenant.program is None and event.done):
+        return
+    entry = Entry.of(call, at_us=lane.now_us, done=event.done)
+    if tenant.program is None:
+        if entry.doom:
+            books.finish(entry, ok=False, reason=entry.doom, cause=event.cause, out=out)
+            return
+        books.entries[call.id] = entry
+        if call.id not in lane.running and call.id not in lane.early:
+            books.enqueue_sample(lane, tenant, entry)
+    else:
+        if not tenant.program.add(entry):
+            other = tenant.program.calls.get(call.seq)
+            if other is not None and not event.done:
+                reason = f"seq {call.seq} is already taken by call {other.call.id}"
+                books.finish(entry, ok=False, reason=reason, cause=event.cause, out=out)
+            return
+        books.entries[call.id] = entry
+        if (call.seq + 1, 0) <= tenant.program.frontier:
+            # It took effect before a restart, and only its end was not written down.
+            books.finish(entry, ok=True, reason="", cause=event.cause, out=out)
+    run = lane.running.get(call.id)
+    if run is not None and run.entry is None:
+        _recognise(books, lane, run)
+    elif call.id in lane.early:
+        part, ok = lane.early.pop(call.id)
+        run = Running(call=call.id, part=part, start_us=lane.now_us)
+        _recognise(books, lane, run)
+        del lane.running[call.id]
+        books.end(lane, run, ok=ok, cause=event.cause, out=out)
+    books.settle(lane, tenant, event.cause, out)
+
+
+def _cancelled(books: Books, lane: Lane, event: CallCancelled, out: list[AnyInstruction]) -> None:
+    entry = books.entries[event.call]
+    if event.call in lane.running:
+        return
+    tenant = books.homes[entry.call.deployment][1]
+    if tenant.program is None:
+        books.drop_sample(lane, tenant, entry)
+        books.finish(entry, ok=False, reason="cancelled", cause=event.cause, out=out)
+    elif tenant.program.cancel(entry):
+        books.settle(lane, tenant, event.cause, out)
+
+
+# -- answers ------------------------------------------------------------------------------
+
+
+def _run_ended(books: Books, lane: Lane, event: RunEnded, out: list[AnyInstruction]) -> None:
+    run = lane.running.get(event.call)
+    if run is None or run.part != event.part:
+        return  # it was lost with its WPG before this was heard
+    del lane.running[event.call]
+    if run.entry is None:
+        lane.early[event.call] = (event.part, event.ok)
+        return
+    books.end(lane, run, ok=event.ok, cause=event.cause, out=out)
+
+
+def _switch_ended(books: Books, lane: Lane, event: SwitchEnded, out: list[AnyInstruction]) -> None:
+    move = lane.move
+    if move is None:
+        return
+    lane.move = None
+    outgoing, incoming, cause = move.outgoing, move.incoming, event.cause
+    if event.ok:
+        books.costs.learn(
+            lane.id, moved_bytes=event.moved_bytes, duration_us=lane.now_us - move.start_us
+        )
+    if isinstance(move.order, SaveImage):
+        if outgoing is not None:
+            _image_ended(books, lane, event, outgoing, move.order, out)
+    elif event.ok:
+        if outgoing is not None:
+            books.saved(outgoing, move.order.outgoing_progress, cause, out)
+            outgoing.step(Residency.HOST, cause)
+        if incoming is not None:
+            lane.resident, incoming.failures = incoming, 0
+            incoming.step(Residency.RESIDENT, cause)
+    else:
+        # Nobody knows what the device holds now; images and calls are all there.
+        lane.resident = lane.owed = None
+        for tenant in (outgoing, incoming):
+            if tenant is not None:
+                tenant.lose(cause)
+                books.settle(lane, tenant, cause, out)
+        if incoming is not None:
+            incoming.failures += 1
+            if incoming.failures >= books.max_attempts:
+                reason = f"its state could not be brought in {incoming.failures} times"
+                incoming.failures = 0
+                books.break_off(lane, incoming, reason, cause, out)
+    for tenant in (outgoing, incoming):
+        if tenant is not None:
+            books.bury(lane, tenant)
+
+
+def _image_ended(
+    books: Books,
+    lane: Lane,
+    event: SwitchEnded,
+    tenant: Tenant,
+    order: SaveImage,
+    out: list[AnyInstruction],
+) -> None:
+    if event.ok:
+        books.saved(tenant, order.progress, event.cause, out)
+        tenant.step(Residency.RESIDENT, event.cause)
+    elif lane.owed is not None:
+        # Its place is wanted and it cannot be saved: give it up, its calls rebuild it.
+        lane.resident = None
+        tenant.lose(event.cause)
+        books.settle(lane, tenant, event.cause, out)
+    else:
+        tenant.step(Residency.RESIDENT, event.cause)
+        if tenant.program is not None:
+            tenant.program.steps = 0
+
+
+def _tick(books: Books, event: Tick, out: list[AnyInstruction]) -> None:
+    """Write long stretches down; wake the lanes whose hold is over."""
+    for lane in books.lanes.values():
+        if lane.meter is not None and lane.meter.due(event.at_us):
+            out.extend(lane.meter.cut(lane.clamp(event.at_us), lane.calls(), event.cause))
+        if lane.kept_until_us is not None and event.at_us >= lane.kept_until_us:
+            books.touch(lane)

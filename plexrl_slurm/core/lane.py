@@ -1,0 +1,207 @@
+"""State of one WPG and of what may be resident on it. Plain records; ``books`` keeps them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from plexrl_slurm.core.ids import CallId, CauseId, DeploymentId, JobId, WpgId
+from plexrl_slurm.core.ledger import DOWN, IDLE, Meter, Use
+from plexrl_slurm.core.messages import (
+    Activity,
+    Call,
+    Charge,
+    Deployment,
+    FunctionKind,
+    Pool,
+    SaveImage,
+    Switch,
+    Wpg,
+)
+from plexrl_slurm.core.ordering import Entry, Program
+from plexrl_slurm.core.phase import Phase
+from plexrl_slurm.core.residency import Residency, Whereabouts
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Tenant:
+    """What can be resident: one training deployment, or all sampled ones of equal content."""
+
+    key: str
+    members: dict[DeploymentId, Deployment] = field(default_factory=dict)
+    #: Order of calls of a training deployment; ``None`` for a sampled one.
+    program: Program | None
+    #: Waiting samples, oldest first.
+    samples: dict[CallId, Entry] = field(default_factory=dict)
+    where: Whereabouts
+    #: Since when the head of the program waits.
+    ready_us: int | None = None
+    #: Turn at which it last ran.
+    turn: int = 0
+    #: The job that last used it.
+    last_job: JobId
+    #: Switches towards it that failed in a row.
+    failures: int = 0
+    #: Its deployments were dropped; it goes when nothing of it runs.
+    gone: bool = False
+
+    @property
+    def name(self) -> DeploymentId:
+        """A deployment that stands for it in instructions."""
+        return next(iter(self.members))
+
+    @property
+    def dirty(self) -> bool:
+        """Whether its device state is in no image."""
+        return self.program is not None and self.program.dirty and not self.program.broken
+
+    @property
+    def image_bytes(self) -> int:
+        """Bytes that one way of a switch moves."""
+        return max((member.image_bytes for member in self.members.values()), default=0)
+
+    def head(self) -> Entry | None:
+        """The call that has waited longest."""
+        if self.program is not None:
+            return self.program.head() if self.ready_us is not None else None
+        return next(iter(self.samples.values()), None)
+
+    def since_us(self) -> int:
+        """Since when the head waits."""
+        if self.ready_us is not None:
+            return self.ready_us
+        head = self.head()
+        return 0 if head is None else head.ready_us
+
+    def queue_length(self) -> int:
+        """Calls without an answer that do not run."""
+        if self.program is None:
+            return len(self.samples)
+        return sum(not entry.answered for entry in self.program.calls.values())
+
+    def step(self, to: Residency, cause: CauseId) -> None:
+        self.where = self.where.step(to, cause=cause)
+
+    def lose(self, cause: CauseId) -> None:
+        """Its device state is gone."""
+        if self.program is not None:
+            self.program.rewind()
+        has_image = self.program is None or self.program.image is not None
+        to = Residency.HOST if has_image else Residency.ABSENT
+        if self.where.at is not to:
+            self.step(to, cause)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Running:
+    """A part of a call that a WPG works on."""
+
+    call: CallId
+    part: int
+    start_us: int
+    #: ``None`` while the call behind it has not been heard of (after a restart).
+    entry: Entry | None = None
+    tenant: Tenant | None = None
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Move:
+    """A switch or a save that has not ended."""
+
+    order: Switch | SaveImage
+    start_us: int
+    #: Whose call, or whose image, it is for.
+    payer: JobId
+    outgoing: Tenant | None
+    incoming: Tenant | None
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Lane:
+    """One WPG."""
+
+    id: WpgId
+    #: ``None`` unless it is held.
+    wpg: Wpg | None = None
+    meter: Meter | None = None
+    up: bool = False
+    #: Why it is down.
+    reason: str = "its ranks start"
+    #: The latest instant that it has heard of; never goes back.
+    now_us: int = 0
+    tenants: dict[str, Tenant] = field(default_factory=dict)
+    #: Those with a call that could run.
+    waiting: dict[str, Tenant] = field(default_factory=dict)
+    #: Sampling phases; a training tenant has one of its own.
+    phases: dict[tuple[str, JobId], Phase] = field(default_factory=dict)
+    resident: Tenant | None = None
+    move: Move | None = None
+    running: dict[CallId, Running] = field(default_factory=dict)
+    #: Jobs of the running calls, and how many each has.
+    jobs: dict[JobId, int] = field(default_factory=dict)
+    #: Ends of runs whose call has not been heard of: ``(part, ok)``.
+    early: dict[CallId, tuple[int, bool]] = field(default_factory=dict)
+    #: For whom room was made: it runs next, whatever the index says.
+    owed: Tenant | None = None
+    #: Samples of the resident are no longer admitted: somebody else is to follow.
+    leaving: bool = False
+    #: Until when the WPG is kept for the resident while others wait.
+    kept_until_us: int | None = None
+
+    def clamp(self, at_us: int) -> int:
+        """The instant to book an event at: time never goes back."""
+        self.now_us = max(self.now_us, at_us)
+        return self.now_us
+
+    def phase(self, tenant: Tenant, job: JobId) -> Phase:
+        """The phase that a call of ``job`` on ``tenant`` belongs to."""
+        key = (tenant.key if tenant.program is not None else "", job)
+        phase = self.phases.get(key)
+        if phase is None:
+            pool = Pool.ROLLOUT if tenant.program is None else Pool.TRAIN
+            phase = self.phases[key] = Phase(job=job, pool=pool)
+        return phase
+
+    def forget_phases(self) -> None:
+        """Drop the phases of jobs that have no deployment here any more."""
+        jobs = {member.job for t in self.tenants.values() for member in t.members.values()}
+        keys = {("", job) for job in jobs}
+        keys |= {(t.key, job) for t in self.tenants.values() for job in jobs}
+        for key in [key for key in self.phases if key not in keys]:
+            if not self.phases[key].running:
+                del self.phases[key]
+
+    def trains(self) -> bool:
+        """Whether what runs is not sampling (or is unknown): it does not share the WPG."""
+        return any(
+            run.entry is None or run.entry.call.kind is not FunctionKind.SAMPLE
+            for run in list(self.running.values())[:1]
+        )
+
+    def calls(self) -> Iterator[Call]:
+        """The running calls."""
+        return (run.entry.call for run in self.running.values() if run.entry is not None)
+
+    def use(self) -> Use:
+        """What it does now, for the ledger."""
+        if not self.up:
+            return DOWN
+        if self.move is not None:
+            return Use(activity=Activity.SWITCH, jobs=frozenset((self.move.payer,)))
+        if self.running:
+            first = next(iter(self.running.values()))
+            jobs = frozenset(self.jobs)
+            if not jobs and self.resident is not None:
+                jobs = frozenset((self.resident.last_job,))
+            if self.trains():
+                return Use(
+                    activity=Activity.BUSY, jobs=jobs, call=first.call, began_us=first.start_us
+                )
+            return Use(activity=Activity.BUSY, jobs=jobs)
+        if self.kept_until_us is not None and self.resident is not None and self.waiting:
+            return Use(activity=Activity.KEPT, jobs=frozenset((self.resident.last_job,)))
+        return IDLE
+
+    def account(self, cause: CauseId) -> list[Charge]:
+        """Close the open stretch if the WPG now does something else."""
+        if self.meter is None:
+            return []
+        return self.meter.turn(self.use(), self.now_us, self.calls(), cause)

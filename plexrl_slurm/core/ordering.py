@@ -1,0 +1,200 @@
+"""Which calls of one training deployment may run, and what a loss makes run again.
+
+A :class:`Program` has two cursors over ``(seq, part)``: the *frontier* (the next part that was
+never done) and the *position* (the next part that the state on the device lacks). They differ
+only while calls run again after the state went back to its image.
+"""
+
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
+
+from plexrl_slurm.core.messages import WRITES, Call, FunctionKind
+
+#: ``(seq, part)``: the part that comes next.
+Position: TypeAlias = tuple[int, int]
+START: Final[Position] = (0, 0)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Entry:
+    """What is known of one call."""
+
+    call: Call
+    #: Since when it, or its next part, could run.
+    ready_us: int
+    #: Its caller has the answer (``Finish`` was given, or it ended before a restart).
+    answered: bool = False
+    #: Parts that take effect: all of them, or those before the one that failed.
+    effect: int = 0
+    #: Why it will fail in its turn; "" if it will run.
+    doom: str = ""
+    #: Next part of a sample.
+    part: int = 0
+    #: How often each part was begun.
+    begun: dict[int, int] = field(default_factory=dict)
+    #: Losses of the WPG while it ran, since a part of it last succeeded.
+    deaths: int = 0
+
+    @classmethod
+    def of(cls, call: Call, *, at_us: int, done: bool = False) -> "Entry":
+        doom = "its input is bad" if call.doomed else ""
+        effect = 0 if call.doomed else call.parts
+        return cls(call=call, ready_us=at_us, answered=done, effect=effect, doom=doom)
+
+
+class Program:
+    """Calls of one training deployment that no complete image contains, in order of ``seq``."""
+
+    def __init__(self, *, image: Position | None, applied: Position) -> None:
+        self.calls: dict[int, Entry] = {}
+        #: Progress of the newest complete image.
+        self.image = image
+        #: Whether gradients were pending when that image was made.
+        self._image_open = False
+        self.position: Position = image or START
+        #: What a WPG that kept its memory has, if it says that it has this deployment.
+        self.applied: Position = max(applied, self.position)
+        self.frontier: Position = self.applied
+        #: Why nothing of it can ever run again; "" if all is well.
+        self.broken = ""
+        #: A weight or gradient changed since the image.
+        self.dirty = False
+        #: forward_backward done, optim_step pending.
+        self.open_step = False
+        #: Optimizer steps since the image.
+        self.steps = 0
+
+    @property
+    def replaying(self) -> bool:
+        """Whether what runs next has run before."""
+        return self.position < self.frontier
+
+    def add(self, entry: Entry) -> bool:
+        """Take a call in; false for a repeat, or for one that the image contains."""
+        seq = entry.call.seq
+        if seq in self.calls or (self.image is not None and seq < self.image[0]):
+            return False
+        self.calls[seq] = entry
+        return True
+
+    def head(self) -> Entry | None:
+        """The next call that has no answer, if it has arrived."""
+        return self.calls.get(self.frontier[0])
+
+    def upcoming(self) -> tuple[Entry, int] | None:
+        """The part that has to run next so that the head gets its answer."""
+        entry = self.calls.get(self.position[0])
+        if entry is None or self.head() is None:
+            return None
+        return entry, self.position[1]
+
+    def settle(self) -> list[Entry]:
+        """Pass calls whose turn has come and that need no GPU; the new ones among them."""
+        passed = []
+        while (entry := self.calls.get(self.frontier[0])) is not None:
+            seq, part = self.frontier
+            if not entry.answered:
+                if self.broken or (entry.doom and part == 0):
+                    entry.doom = self.broken or entry.doom
+                    entry.effect = part
+                elif part < entry.call.parts:
+                    break
+                passed.append(entry)
+            self.frontier = (seq + 1, 0)
+            if seq == 0 and entry.effect == 0:
+                self.broken = self.broken or "the deployment could not be created"
+        self._skip()
+        return passed
+
+    def ended(self, entry: Entry, part: int, *, ok: bool) -> bool:
+        """A part has ended; whether its call is to be answered now."""
+        seq = entry.call.seq
+        if (seq, part) < self.frontier:
+            if not ok:
+                self.broken = f"its state cannot be rebuilt: seq {seq} failed when it ran again"
+            elif (seq, part) == self.position:
+                self._took_effect(entry, part)
+            return False
+        if ok:
+            self._took_effect(entry, part)
+            self.frontier = self.position
+            return self.position[1] == 0
+        self.fail(entry, part)
+        return True
+
+    def fail(self, entry: Entry, part: int) -> None:
+        """``entry``, at the frontier, has failed at ``part`` and is passed, now and in replays."""
+        entry.effect = part
+        seq = entry.call.seq
+        self.frontier = (seq + 1, 0)
+        if seq == 0:
+            self.broken = self.broken or "the deployment could not be created"
+        self._skip()
+
+    def rewind(self) -> None:
+        """The state on the device is gone: go back to the image."""
+        self.applied = self.position
+        self.position = self.image or START
+        self.dirty, self.open_step, self.steps = False, self._image_open, 0
+        self._skip()
+
+    def adopt(self, position: Position | None) -> None:
+        """The device has the state after all: at ``position``, else as far as ``applied``."""
+        self.position = self.applied if position is None else position
+        self.frontier = max(self.frontier, self.position)
+        below = self.image or START
+        self.dirty, self.open_step, self.steps = False, self._image_open, 0
+        if self.image is None and self.position > START:
+            self.dirty = True
+        for seq in sorted(self.calls):
+            entry = self.calls[seq]
+            if seq >= below[0] and (seq, 0) < self.position and entry.effect:
+                self._changes(entry.call.kind)
+        self._skip()
+
+    def saved(self, progress: Position) -> list[Entry]:
+        """A complete image has ``progress``; returns the entries that nobody needs any more."""
+        self.image = progress
+        self._image_open = self.open_step
+        self.dirty, self.steps = False, 0
+        return [self.calls.pop(seq) for seq in sorted(self.calls) if seq < progress[0]]
+
+    def cancel(self, entry: Entry) -> bool:
+        """Doom a call none of whose parts has begun to count; whether it was possible."""
+        if entry.answered or self.frontier > (entry.call.seq, 0):
+            return False
+        entry.doom, entry.effect = "cancelled", 0
+        return True
+
+    def to_replay(self) -> int:
+        """Number of calls that must run again before the head."""
+        if not self.replaying:
+            return 0
+        first, last = self.position[0], self.frontier[0]
+        return sum(
+            first <= seq < last and bool(entry.effect) and entry.call.kind in WRITES
+            for seq, entry in self.calls.items()
+        )
+
+    def _took_effect(self, entry: Entry, part: int) -> None:
+        seq = entry.call.seq
+        entry.deaths = 0
+        self._changes(entry.call.kind)
+        self.position = (seq, part + 1) if part + 1 < entry.call.parts else (seq + 1, 0)
+        self._skip()
+
+    def _changes(self, kind: FunctionKind) -> None:
+        if kind not in WRITES:
+            return
+        self.dirty = True
+        self.open_step = kind is FunctionKind.FORWARD_BACKWARD
+        self.steps += kind is FunctionKind.OPTIM_STEP
+
+    def _skip(self) -> None:
+        """Move the position over what has no effect on the state, up to the frontier."""
+        while self.position < self.frontier:
+            seq, part = self.position
+            entry = self.calls.get(seq)
+            if entry is None or (entry.call.kind in WRITES and part < entry.effect):
+                return
+            self.position = min((seq + 1, 0), self.frontier)

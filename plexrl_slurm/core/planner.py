@@ -1,0 +1,278 @@
+"""Decides what an idle WPG does next: run, switch, save an image, or wait a moment."""
+
+from dataclasses import dataclass
+
+from plexrl_slurm.core.books import Books
+from plexrl_slurm.core.ids import CauseId, JobId
+from plexrl_slurm.core.lane import Lane, Move, Running, Tenant
+from plexrl_slurm.core.messages import (
+    AnyInstruction,
+    FunctionKind,
+    Run,
+    SaveImage,
+    Switch,
+)
+from plexrl_slurm.core.ordering import Entry
+from plexrl_slurm.core.policy import Candidate, Choice, Policy
+from plexrl_slurm.core.residency import Residency
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planner:
+    """The decisions; what they read and change is in the books."""
+
+    books: Books
+    policy: Policy
+    hysteresis: float
+    image_every: int
+
+    def plan(self, lane: Lane, cause: CauseId) -> list[AnyInstruction]:
+        """What ``lane`` does from now on; nothing if it does it already."""
+        out: list[AnyInstruction] = []
+        lane.kept_until_us = None
+        if lane.up and lane.move is None:
+            if lane.running:
+                self._join(lane, cause, out)
+            else:
+                lane.leaving = False
+                self._decide(lane, cause, out)
+        out = [*lane.account(cause), *out]
+        if lane.meter is not None:
+            for call in lane.calls():
+                lane.meter.count(call)
+        return out
+
+    def choose(self, lane: Lane) -> tuple[Choice, Tenant] | None:
+        """Who is next, without doing anything about it."""
+        candidates = {c.key: c for c in self._candidates(lane)}
+        if not candidates:
+            return None
+        choice = self.policy.choose(tuple(candidates.values()), hysteresis=self.hysteresis)
+        return choice, lane.tenants[choice.winner.key]
+
+    # -- candidates -----------------------------------------------------------------------
+
+    def _candidates(self, lane: Lane) -> list[Candidate]:
+        found = [self._candidate(lane, tenant) for tenant in lane.waiting.values()]
+        if found and self.held_until_us(lane) is not None and lane.resident is not None:
+            found.append(self._candidate(lane, lane.resident))
+        return found
+
+    def held_until_us(self, lane: Lane) -> int | None:
+        """Until when the resident, which has no call, is worth waiting for."""
+        tenant = lane.resident
+        if (
+            tenant is None
+            or tenant.gone
+            or not self.policy.holds
+            or tenant.key in lane.waiting
+            or lane.running
+            or all(member.job != tenant.last_job for member in tenant.members.values())
+        ):
+            return None
+        phase = lane.phase(tenant, tenant.last_job)
+        until_us = phase.hold_until_us(self.books.estimates, self.books.hold_us)
+        if phase.waiting or until_us is None or until_us <= lane.now_us:
+            return None
+        return until_us
+
+    def _candidate(self, lane: Lane, tenant: Tenant) -> Candidate:
+        books, now_us, head = self.books, lane.now_us, tenant.head()
+        if head is None:
+            job, weight, kind, waited_us = tenant.last_job, 0, None, 0
+            weight = max(m.priority for m in tenant.members.values() if m.job == job)
+        else:
+            job, kind, waited_us = head.call.job, head.call.kind, now_us - tenant.since_us()
+            weight = tenant.members[head.call.deployment].priority
+        phase = lane.phase(tenant, job)
+        kind = kind or phase.last_kind or FunctionKind.SAMPLE
+        resident = tenant is lane.resident
+        return Candidate(
+            key=tenant.key,
+            job=job,
+            weight=weight,
+            waited_us=waited_us,
+            switch_us=0 if resident else self._switch_us(lane, tenant),
+            remaining_us=phase.remaining_us(kind, now_us, books.estimates),
+            step_us=books.estimates.step_us(job),
+            phase_waited_us=phase.waited_us,
+            resident=resident,
+            mid_phase=resident and phase.in_middle(),
+            virtual=head is None,
+            turn=tenant.turn,
+        )
+
+    def _switch_us(self, lane: Lane, tenant: Tenant) -> int:
+        moved = 0 if _is_created_here(tenant) else tenant.image_bytes
+        if lane.resident is not None and lane.resident.dirty:
+            moved += lane.resident.image_bytes
+        return self.books.costs.estimate_us(lane.id, moved)
+
+    # -- decisions ------------------------------------------------------------------------
+
+    def _decide(self, lane: Lane, cause: CauseId, out: list[AnyInstruction]) -> None:
+        if lane.owed is not None and lane.owed.key in lane.waiting:
+            self._serve(lane, lane.owed, cause, out)
+            return
+        lane.owed = None
+        chosen = self.choose(lane)
+        if chosen is None:
+            self._save_if_due(lane, self.image_every, cause, out)
+            return
+        choice, tenant = chosen
+        if choice.winner.virtual:
+            lane.kept_until_us = self.held_until_us(lane)
+        else:
+            self._serve(lane, tenant, cause, out)
+
+    def _join(self, lane: Lane, cause: CauseId, out: list[AnyInstruction]) -> None:
+        """Samples run: let new ones of the resident join, unless somebody else is to follow."""
+        resident = lane.resident
+        if resident is None or lane.trains():
+            return
+        if len(lane.waiting) == (resident.key in lane.waiting):
+            lane.leaving = False
+        if lane.leaving or not resident.samples:
+            return
+        chosen = self.choose(lane)
+        if chosen is not None and chosen[1] is not resident:
+            lane.leaving = True
+            return
+        self._admit(lane, resident, cause, out)
+
+    def _serve(self, lane: Lane, tenant: Tenant, cause: CauseId, out: list[AnyInstruction]) -> None:
+        resident, program = lane.resident, tenant.program
+        if tenant is not resident:
+            self._make_room(lane, tenant, cause, out)
+        elif program is None:
+            self._admit(lane, tenant, cause, out)
+        elif not self._save_if_due(lane, 2 * self.image_every, cause, out):
+            upcoming = program.upcoming()
+            if upcoming is not None:
+                entry, part = upcoming
+                self._run(lane, tenant, entry, part, program.replaying, cause, out)
+
+    def _make_room(
+        self, lane: Lane, tenant: Tenant, cause: CauseId, out: list[AnyInstruction]
+    ) -> None:
+        """Bring ``tenant`` in; one that is created has nothing to bring."""
+        resident, program = lane.resident, tenant.program
+        head = tenant.head()
+        payer = tenant.last_job if head is None else head.call.job
+        dirty = resident if resident is not None and resident.dirty else None
+        if program is not None and _is_created_here(tenant):
+            upcoming = program.upcoming()
+            if upcoming is None:
+                return
+            if dirty is not None:
+                lane.owed = tenant
+                self._save(lane, dirty, payer, cause, out)
+                return
+            if resident is not None:
+                resident.lose(cause)
+            lane.resident = tenant
+            tenant.step(Residency.CREATING, cause)
+            self._run(lane, tenant, *upcoming, program.replaying, cause, out)
+            return
+        progress = (0, 0)
+        if resident is not None:
+            if dirty is not None and resident.program is not None:
+                progress = resident.program.position
+                resident.step(Residency.OFFLOADING, cause)
+            else:
+                resident.lose(cause)
+        lane.resident = dirty
+        lane.owed = tenant
+        tenant.step(Residency.LOADING, cause)
+        order = Switch(
+            wpg=lane.id,
+            outgoing=None if dirty is None else dirty.name,
+            outgoing_progress=progress,
+            incoming=tenant.name if head is None else head.call.deployment,
+            cause=cause,
+        )
+        out.append(order)
+        lane.move = Move(
+            order=order, start_us=lane.now_us, payer=payer, outgoing=dirty, incoming=tenant
+        )
+
+    def _save_if_due(
+        self, lane: Lane, every: int, cause: CauseId, out: list[AnyInstruction]
+    ) -> bool:
+        """Save the resident's image if ``every`` steps are in no image; at a step's end only."""
+        resident = lane.resident
+        if (
+            resident is None
+            or resident.program is None
+            or not resident.dirty
+            or resident.gone
+            or resident.program.open_step
+            or resident.program.steps < every
+        ):
+            return False
+        self._save(lane, resident, resident.last_job, cause, out)
+        return True
+
+    def _save(
+        self,
+        lane: Lane,
+        tenant: Tenant,
+        payer: JobId,
+        cause: CauseId,
+        out: list[AnyInstruction],
+    ) -> None:
+        if tenant.program is None:
+            return
+        tenant.step(Residency.SAVING, cause)
+        order = SaveImage(
+            wpg=lane.id, deployment=tenant.name, progress=tenant.program.position, cause=cause
+        )
+        out.append(order)
+        lane.move = Move(
+            order=order, start_us=lane.now_us, payer=payer, outgoing=tenant, incoming=None
+        )
+
+    def _admit(self, lane: Lane, tenant: Tenant, cause: CauseId, out: list[AnyInstruction]) -> None:
+        """All waiting samples run together; one more death would fail some: those run alone."""
+        waiting = list(tenant.samples.values())
+        last_chance = [e for e in waiting if 0 < self.books.max_attempts - 1 <= e.deaths]
+        if last_chance or self._alone(lane):
+            waiting = [] if lane.running else last_chance[:1]
+        for entry in waiting:
+            self._run(lane, tenant, entry, entry.part, False, cause, out)
+
+    def _alone(self, lane: Lane) -> bool:
+        return any(
+            run.entry is not None and 0 < self.books.max_attempts - 1 <= run.entry.deaths
+            for run in list(lane.running.values())[:1]
+        )
+
+    def _run(
+        self,
+        lane: Lane,
+        tenant: Tenant,
+        entry: Entry,
+        part: int,
+        replay: bool,
+        cause: CauseId,
+        out: list[AnyInstruction],
+    ) -> None:
+        call = entry.call
+        run = Running(call=call.id, part=part, start_us=lane.now_us)
+        self.books.begin(lane, tenant, run, entry)
+        out.append(
+            Run(
+                wpg=lane.id,
+                call=call.id,
+                deployment=call.deployment,
+                part=part,
+                attempt=entry.begun[part],
+                replay=replay,
+                cause=cause,
+            )
+        )
+
+
+def _is_created_here(tenant: Tenant) -> bool:
+    """Whether it has no image, so that ``create`` makes it on the device."""
+    return tenant.program is not None and tenant.program.image is None

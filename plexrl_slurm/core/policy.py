@@ -1,0 +1,203 @@
+"""Who runs next on a WPG. A policy is a pure function over candidates; the frame is shared.
+
+The frame (anticipatory hold, hysteresis, two guards against starvation) is worth more than the
+index: without it two deployments that alternate pay a switch for every function.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final, Protocol
+
+from plexrl_slurm.core.errors import BadInput
+from plexrl_slurm.core.ids import JobId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One deployment (or content) that wants the WPG."""
+
+    key: str
+    #: Of the call that has waited longest.
+    job: JobId
+    weight: int
+    #: How long that call has waited.
+    waited_us: int
+    #: What bringing it in costs; 0 for the resident.
+    switch_us: int
+    #: Expected rest of its phase, at least one function.
+    remaining_us: int
+    #: The job's step time alone.
+    step_us: int
+    #: Time its phase has waited before, without ``waited_us``.
+    phase_waited_us: int
+    resident: bool
+    #: Its phase has begun and is not over.
+    mid_phase: bool
+    #: The resident without a call: it may only keep the WPG for its next one.
+    virtual: bool
+    #: When it last ran, as a count of turns.
+    turn: int
+
+
+class Rule(StrEnum):
+    """Why a candidate won."""
+
+    #: Its phase has waited two steps.
+    LONG_OVERDUE = "long overdue"
+    #: Its call has waited one step.
+    OVERDUE = "overdue"
+    #: The resident ends sooner than a switch takes.
+    NEARLY_DONE = "nearly done"
+    #: The policy's own order.
+    INDEX = "index"
+    #: Nobody is so much better that leaving the resident's phase pays.
+    HYSTERESIS = "hysteresis"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The winner, and why."""
+
+    winner: Candidate
+    rule: Rule
+
+
+class Policy(Protocol):
+    """An order of candidates."""
+
+    @property
+    def name(self) -> str:
+        """What the configuration calls it."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether a mid-phase resident without a call may keep the WPG for a moment."""
+
+    def choose(self, candidates: Sequence[Candidate], *, hysteresis: float) -> Choice:
+        """The best of at least one candidate."""
+
+
+def guard(candidates: Sequence[Candidate]) -> Choice | None:
+    """Whoever has waited so long that no index counts any more.
+
+    Guard 2 (a phase that waited two steps) goes by the instant it became overdue; guard 1 (a
+    call that waited one step) by the ratio, unless the resident ends within the time that the
+    switch takes. That exception lasts no longer than the switch itself.
+    """
+    best: tuple[tuple[int, int, int], Candidate] | None = None
+    for c in candidates:
+        excess = c.phase_waited_us + c.waited_us - 2 * c.step_us
+        if excess >= 0 and not c.virtual:
+            rank = (excess, c.waited_us, -c.job)
+            if best is None or rank > best[0]:
+                best = (rank, c)
+    if best is not None:
+        return Choice(winner=best[1], rule=Rule.LONG_OVERDUE)
+    late: tuple[tuple[float, int, int], Candidate] | None = None
+    for c in candidates:
+        if c.waited_us >= c.step_us and not c.virtual:
+            ratio = (c.waited_us / c.step_us, c.waited_us, -c.job)
+            if late is None or ratio > late[0]:
+                late = (ratio, c)
+    if late is None:
+        return None
+    winner = late[1]
+    resident = _resident(candidates)
+    if (
+        resident is not None
+        and resident is not winner
+        and resident.remaining_us <= winner.switch_us
+        and winner.waited_us < winner.step_us + winner.switch_us
+    ):
+        return Choice(winner=resident, rule=Rule.NEARLY_DONE)
+    return Choice(winner=winner, rule=Rule.OVERDUE)
+
+
+@dataclass(frozen=True, slots=True)
+class Hrrs:
+    """Highest response ratio with switch: ``w * (W + S + P) / (S + P)``, in the frame."""
+
+    name: str = "hrrs"
+    holds: bool = True
+
+    def choose(self, candidates: Sequence[Candidate], *, hysteresis: float) -> Choice:
+        guarded = guard(candidates)
+        if guarded is not None:
+            return guarded
+        best = max(candidates, key=lambda c: (self.index(c), c.waited_us, -c.job))
+        resident = _resident(candidates)
+        if (
+            resident is not None
+            and resident is not best
+            and resident.mid_phase
+            and self.index(best) <= (1 + hysteresis) * self.index(resident)
+        ):
+            return Choice(winner=resident, rule=Rule.HYSTERESIS)
+        return Choice(winner=best, rule=Rule.INDEX)
+
+    @staticmethod
+    def index(c: Candidate) -> float:
+        """Response ratio, weighted."""
+        work = c.switch_us + max(1, c.remaining_us)
+        return c.weight * (c.waited_us + work) / work
+
+
+@dataclass(frozen=True, slots=True)
+class DrainFirst:
+    """The resident until it has nothing more, then whoever has waited longest; in the frame."""
+
+    name: str = "drain_first"
+    holds: bool = True
+
+    def choose(self, candidates: Sequence[Candidate], *, hysteresis: float) -> Choice:
+        guarded = guard(candidates)
+        if guarded is not None:
+            return guarded
+        resident = _resident(candidates)
+        return Choice(winner=resident or _longest(candidates), rule=Rule.INDEX)
+
+
+@dataclass(frozen=True, slots=True)
+class Fifo:
+    """Function by function, in the order of waiting. For comparison: it thrashes."""
+
+    name: str = "fifo"
+    holds: bool = False
+
+    def choose(self, candidates: Sequence[Candidate], *, hysteresis: float) -> Choice:
+        return Choice(winner=_longest(candidates), rule=Rule.INDEX)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRobin:
+    """Function by function, whoever ran least recently. For comparison: it thrashes."""
+
+    name: str = "round_robin"
+    holds: bool = False
+
+    def choose(self, candidates: Sequence[Candidate], *, hysteresis: float) -> Choice:
+        return Choice(winner=min(candidates, key=lambda c: (c.turn, c.job)), rule=Rule.INDEX)
+
+
+#: Every policy by the name that the configuration uses.
+POLICIES: Final[dict[str, Policy]] = {
+    policy.name: policy for policy in (Hrrs(), Fifo(), DrainFirst(), RoundRobin())
+}
+
+
+def find_policy(name: str) -> Policy:
+    """The policy of that name."""
+    try:
+        return POLICIES[name]
+    except KeyError:
+        known = ", ".join(POLICIES)
+        raise BadInput(f"there is no policy {name!r}: choose one of {known}") from None
+
+
+def _resident(candidates: Sequence[Candidate]) -> Candidate | None:
+    return next((c for c in candidates if c.resident), None)
+
+
+def _longest(candidates: Sequence[Candidate]) -> Candidate:
+    return max(candidates, key=lambda c: (c.waited_us, -c.job))

@@ -1,0 +1,67 @@
+"""Where the state of a deployment is, and the steps it may take. One story per state."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from plexrl_slurm.core.errors import InvalidTransition
+from plexrl_slurm.core.ids import CauseId
+
+
+class Residency(StrEnum):
+    """Where the newest state is."""
+
+    #: Nowhere: not yet created, or lost before its first image (calls make it anew).
+    ABSENT = "absent"
+    CREATING = "creating"
+    #: A complete image in the host tier, nothing on the device.
+    HOST = "host"
+    LOADING = "loading"
+    RESIDENT = "resident"
+    #: Resident, and an image is being written.
+    SAVING = "saving"
+    #: Its image is being written, then its place is taken.
+    OFFLOADING = "offloading"
+
+
+#: Every legal step, and what it means for a reader of the story.
+STEPS: Final[Mapping[tuple[Residency, Residency], str]] = {
+    (Residency.ABSENT, Residency.CREATING): "create began",
+    (Residency.CREATING, Residency.RESIDENT): "create ended",
+    (Residency.CREATING, Residency.ABSENT): "create failed, or the device was lost",
+    (Residency.HOST, Residency.LOADING): "load began",
+    (Residency.LOADING, Residency.RESIDENT): "load ended",
+    (Residency.LOADING, Residency.HOST): "load failed, or the device was lost",
+    (Residency.RESIDENT, Residency.SAVING): "saving an image began",
+    (Residency.SAVING, Residency.RESIDENT): "saving an image ended",
+    (Residency.SAVING, Residency.HOST): "lost while saving; the older image counts",
+    (Residency.SAVING, Residency.ABSENT): "lost while saving its first image",
+    (Residency.RESIDENT, Residency.OFFLOADING): "offload began",
+    (Residency.OFFLOADING, Residency.HOST): "offload ended, or the older image counts",
+    (Residency.OFFLOADING, Residency.ABSENT): "lost while offloading to its first image",
+    (Residency.RESIDENT, Residency.HOST): "left clean, or the device was lost",
+    (Residency.RESIDENT, Residency.ABSENT): "lost before its first image",
+    (Residency.HOST, Residency.RESIDENT): "found resident",
+    (Residency.ABSENT, Residency.RESIDENT): "found resident",
+}
+
+#: Lines of a story that are kept.
+STORY_LINES: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """Where one state is; ``step`` returns a new one and never mutates."""
+
+    subject: str
+    at: Residency
+    story: tuple[str, ...] = ()
+
+    def step(self, to: Residency, *, cause: CauseId) -> "Whereabouts":
+        """Move to ``to``, or raise with the whole story of how we got here."""
+        meaning = STEPS.get((self.at, to))
+        if meaning is None:
+            raise InvalidTransition(self.subject, self.at, to, self.story)
+        line = f"[{cause}] {self.at} -> {to}: {meaning}"
+        return Whereabouts(self.subject, to, (*self.story[1 - STORY_LINES :], line))

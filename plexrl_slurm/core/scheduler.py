@@ -1,0 +1,87 @@
+"""The scheduler: facts in, decisions out. No I/O, clock, randomness or configuration.
+
+``handle`` books one fact; ``plan`` decides for the WPGs that changed and is called once for a
+burst of facts. Nothing else changes the core. ``audit`` and ``explain`` read it.
+"""
+
+from collections.abc import Sequence
+
+from plexrl_slurm.core import facts
+from plexrl_slurm.core.audit import complaints
+from plexrl_slurm.core.books import Books
+from plexrl_slurm.core.costs import SwitchCosts
+from plexrl_slurm.core.explain import Explanation, WpgView, explain, explain_job, view
+from plexrl_slurm.core.ids import CallId, CauseId, DeploymentId, JobId, WpgId
+from plexrl_slurm.core.messages import AnyEvent, AnyInstruction, Tick, WakeAt
+from plexrl_slurm.core.planner import Planner
+from plexrl_slurm.core.policy import Policy
+
+
+class SchedulerCore:
+    """Changed only by :meth:`handle` and :meth:`plan`."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        costs: SwitchCosts,
+        hold_us: int = 2_000_000,
+        hysteresis: float = 4.0,
+        image_every: int = 10,
+        max_attempts: int = 3,
+    ) -> None:
+        self._books = Books(hold_us=hold_us, max_attempts=max_attempts, costs=costs)
+        self._planner = Planner(
+            books=self._books, policy=policy, hysteresis=hysteresis, image_every=image_every
+        )
+        #: The tick that was asked for last and has not come.
+        self._armed_us: int | None = None
+
+    def handle(self, event: AnyEvent) -> list[AnyInstruction]:
+        """Book one fact."""
+        if isinstance(event, Tick) and self._armed_us is not None:
+            self._armed_us = None if event.at_us >= self._armed_us else self._armed_us
+        return facts.book(self._books, event)
+
+    def plan(self, at_us: int, cause: CauseId) -> list[AnyInstruction]:
+        """Decide for every WPG that changed; a second call without events decides nothing."""
+        out: list[AnyInstruction] = []
+        stale, self._books.stale = self._books.stale, {}
+        wake_us: list[int] = []
+        for lane in stale.values():
+            if lane.wpg is None:
+                continue
+            lane.clamp(at_us)
+            out += self._planner.plan(lane, cause)
+        if stale:
+            wake_us = [
+                lane.kept_until_us
+                for lane in self._books.lanes.values()
+                if lane.kept_until_us is not None
+            ]
+        if wake_us and (self._armed_us is None or min(wake_us) < self._armed_us):
+            self._armed_us = min(wake_us)
+            out.append(WakeAt(at_us=self._armed_us, cause=cause))
+        return out
+
+    def check_invariants(self) -> None:
+        """Raise if the books contradict each other. For tests, and in production on demand."""
+        found = complaints(self._books)
+        if found:
+            raise AssertionError("; ".join(found))
+
+    def explain(self, subject: CallId | DeploymentId | WpgId) -> Explanation:
+        """What a call, a deployment or a WPG does or waits for."""
+        return explain(self._planner, subject)
+
+    def explain_job(self, job: JobId) -> Sequence[Explanation]:
+        """The same for everything of a job that waits or runs."""
+        return explain_job(self._planner, job)
+
+    def views(self) -> Sequence[WpgView]:
+        """What every held WPG does."""
+        return tuple(
+            view(self._planner, lane)
+            for lane in self._books.lanes.values()
+            if lane.wpg is not None and lane.meter is not None
+        )
