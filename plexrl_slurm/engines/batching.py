@@ -10,6 +10,7 @@ shared ones and its own branch. Rows of similar length are padded into a micro-b
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -23,8 +24,10 @@ from plexrl_slurm.engines.losses import Loss
 
 #: Fewer common tokens than this are not worth a mask.
 _WORTH_SHARING = 4
-#: The mask is dense: longer rows cost more than they save.
-_LONGEST_TREE = 1024
+#: The mask is dense, and must fit.
+_LONGEST_TREE = 2048
+#: Attention over so many tokens takes as long as the rest of the model (about; it depends).
+_SQUARE = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,28 +157,41 @@ def _floats(where: str, key: str, array: wire.Array, shape: tuple[int, ...]) -> 
 
 
 def make_rows(examples: Sequence[Example], *, share: bool, longest: int) -> list[Row]:
-    """Datums as rows, longest first. ``longest``: most tokens of a row of several datums."""
+    """Datums as rows, longest first. ``longest``: most tokens of a row of several datums.
+
+    In lexicographic order datums with a common beginning are neighbours; the cheapest way to
+    cut that order into rows is found by dynamic programming.
+    """
     order = sorted(range(len(examples)), key=lambda i: (examples[i].width, _key(examples[i]), i))
+    common = [0] + [_common(examples[a], examples[b]) if share else 0 for a, b in pairwise(order)]
+    best: list[tuple[float, int]] = [(0.0, 0)]  # cost of the first n datums, start of the last row
+    for last, number in enumerate(order):
+        prefix = total = examples[number].tokens.size
+        cheapest = (best[last][0] + _cost(total, members=1), last)
+        for first in range(last - 1, -1, -1):
+            prefix = min(prefix, common[first + 1])
+            total += examples[order[first]].tokens.size
+            count = last - first + 1
+            length = total - (count - 1) * prefix
+            if prefix < _WORTH_SHARING or length > min(longest, _LONGEST_TREE):
+                break
+            cheapest = min(cheapest, (best[first][0] + _cost(length, members=count), first))
+        best.append(cheapest)
     rows = []
-    group: list[int] = []
-    prefix = 0
-    for number in order:
-        tokens = examples[number].tokens
-        if group and share and examples[number].width == examples[group[0]].width:
-            common = min(prefix, _common(examples[group[-1]].tokens, tokens))
-            members = [*group, number]
-            length = common + sum(examples[i].tokens.size - common for i in members)
-            # A prompt ends where the common part would shrink to less than half; a common
-            # part that is little of the whole is not worth the dense mask.
-            worth = max(_WORTH_SHARING, tokens.size / 4, prefix / 2 if len(group) > 1 else 0)
-            if common >= worth and length <= min(longest, _LONGEST_TREE):
-                group, prefix = members, common
-                continue
-        if group:
-            rows.append(_row(examples, group, prefix))
-        group, prefix = [number], tokens.size
-    rows.append(_row(examples, group, prefix))
+    stop = len(order)
+    while stop:
+        start = best[stop][1]
+        members = order[start:stop]
+        prefix = min([examples[members[0]].tokens.size, *common[start + 1 : stop]])
+        tails = tuple(examples[i].tokens.size - prefix for i in members)
+        rows.append(Row(members=tuple(members), prefix=prefix, tails=tails))
+        stop = start
     return sorted(rows, key=lambda row: (examples[row.members[0]].width, -row.length, row.members))
+
+
+def _cost(length: int, *, members: int) -> float:
+    """Time of a row, in tokens: a tree's attention looks at the whole square."""
+    return length + length * length / (_SQUARE if members > 1 else 2 * _SQUARE)
 
 
 def _key(example: Example) -> bytes:
@@ -183,15 +199,12 @@ def _key(example: Example) -> bytes:
     return example.tokens.astype(">i8").tobytes()
 
 
-def _common(one: NDArray[np.int64], other: NDArray[np.int64]) -> int:
-    size = min(one.size, other.size)
-    different = np.flatnonzero(one[:size] != other[:size])
+def _common(one: Example, other: Example) -> int:
+    if one.width != other.width:
+        return 0
+    size = min(one.tokens.size, other.tokens.size)
+    different = np.flatnonzero(one.tokens[:size] != other.tokens[:size])
     return int(different[0]) if different.size else size
-
-
-def _row(examples: Sequence[Example], members: Sequence[int], prefix: int) -> Row:
-    tails = tuple(examples[i].tokens.size - prefix for i in members)
-    return Row(members=tuple(members), prefix=prefix, tails=tails)
 
 
 def deal(

@@ -11,7 +11,16 @@ from transformers import AutoModelForCausalLM
 from plexrl_slurm import wire
 from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.engines.deepspeed import DeepSpeedEngine
-from tests.engines.training import CREATE, adam, datum, grpo, rank_spec, sequence, supervised
+from tests.engines.training import (
+    CREATE,
+    adam,
+    assert_close,
+    datum,
+    grpo,
+    rank_spec,
+    sequence,
+    supervised,
+)
 
 pytestmark = pytest.mark.engines
 
@@ -50,7 +59,7 @@ def test_logprobs_are_those_of_transformers(engine: DeepSpeedEngine, tiny_folder
     total = 0.0
     for one, found in zip(body.data, output.logprobs, strict=True):
         wanted = logprobs(model, one).detach()
-        np.testing.assert_allclose(found.numpy(), wanted, atol=1e-5)
+        assert_close(found, wanted)
         total -= float(wanted.sum())
     assert output.metrics["loss:sum"] == pytest.approx(total, rel=1e-5)
 
@@ -108,7 +117,7 @@ def test_gradients_of_k_targets_and_negative_weights_are_those_of_autograd(
     )
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
-    np.testing.assert_allclose(output.logprobs[0].numpy(), wide.detach(), atol=1e-5)
+    assert_close(output.logprobs[0], wide.detach())
     assert engine.optim_step(adam()).metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
 
 
@@ -129,9 +138,9 @@ def test_sharing_a_prompt_changes_nothing_but_the_time(
     assert outputs[0].metrics == pytest.approx(outputs[1].metrics, rel=1e-4, abs=1e-4)
     assert steps[0] == pytest.approx(steps[1], rel=1e-4)
     for one, other in zip(outputs[0].logprobs, outputs[1].logprobs, strict=True):
-        np.testing.assert_allclose(one.numpy(), other.numpy(), atol=1e-5)
+        assert_close(one, other)
     for name in trained[0]:
-        np.testing.assert_allclose(trained[0][name], trained[1][name], atol=1e-5)
+        torch.testing.assert_close(trained[0][name], trained[1][name], atol=1e-5, rtol=0.0)
 
 
 def test_a_custom_loss_of_the_sdk_learns_what_autograd_learns(
@@ -148,7 +157,7 @@ def test_a_custom_loss_of_the_sdk_learns_what_autograd_learns(
     engine.forward_backward(
         wire.ForwardBackward(
             data=[
-                datum(sequence(i, 9), weights=-leaf.grad.numpy())  # type: ignore[union-attr]
+                datum(sequence(i, 9), weights=-leaf.grad.numpy())
                 for i, leaf in zip((1, 2), leaves, strict=True)
             ],
             loss_fn="cross_entropy",

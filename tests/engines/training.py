@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from plexrl_slurm import wire
 from plexrl_slurm.core.catalogue import ModelSpec
@@ -56,6 +57,12 @@ def datum(tokens: Sequence[int] | np.ndarray[Any, Any], **inputs: Any) -> wire.D
         tokens=wire.Array.of(ids[:-1]),
         inputs={"target_tokens": wire.Array.of(ids[1:]), **arrays},
     )
+
+
+def assert_close(found: wire.Array, wanted: wire.Array | torch.Tensor) -> None:
+    """Equal logprobs, as far as fp32 goes."""
+    other = torch.tensor(wanted.numpy()) if isinstance(wanted, wire.Array) else wanted
+    torch.testing.assert_close(torch.tensor(found.numpy()), other, atol=1e-5, rtol=0.0)
 
 
 def supervised(seed: int, *lengths: int) -> wire.ForwardBackward:
