@@ -54,7 +54,7 @@ def key_lines(text: str) -> dict[str, int]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """``did you mean …``, or the known names."""
+    """``did you mean ...``, or the known names."""
     known = list(known)
     if close := difflib.get_close_matches(name, known, n=1, cutoff=0.6):
         return f"did you mean {close[0]}?"
@@ -117,7 +117,7 @@ class Table:
         key = f"{self._key}.{name}"
         if name not in self.data:
             if required:
-                self._report.bad(key, f"it is missing: add {name} = … to [{self._key}]")
+                self._report.bad(key, f"it is missing: add {name} = ... to [{self._key}]")
             return
         try:
             self.values[to or name] = convert(self.data[name])

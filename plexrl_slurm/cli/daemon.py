@@ -89,7 +89,7 @@ def start(
             starting = _starting(client.nodes())
         if not starting:
             break
-        say(f"starting WPG {', '.join(starting)} …")
+        say(f"starting WPG {', '.join(starting)} ...")
         _look(site, process, deadline)
         time.sleep(5 * _STEP_S)
     return Running(pid=_pid(site), address=_address(site), started=process is not None)

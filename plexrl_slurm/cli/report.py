@@ -1,5 +1,6 @@
 """``plexrl sreport``: runs the same .sql files that an admin can run with psql or sqlite3."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -37,24 +38,26 @@ def _text(found: "Report", *, parsable: bool, header: bool) -> str:
         lines = [list(found.columns)] if header else []
         lines += [["" if cell is None else str(cell) for cell in row] for row in found.rows]
         return "\n".join("|".join(line) for line in lines)
-    names = [_heading(column) for column in found.columns]
-    rows = [
-        [_cell(name, cell) for name, cell in zip(found.columns, row, strict=True)]
-        for row in found.rows
+    columns = [
+        _column(name, [row[index] for row in found.rows])
+        for index, name in enumerate(found.columns)
     ]
-    return show.fitted(names, rows, header=header)
+    names = [name for name, _ in columns]
+    return show.fitted(names, zip(*(cells for _, cells in columns), strict=True), header=header)
 
 
-def _heading(column: str) -> str:
-    """GPU time is shown in seconds."""
-    return f"{column.removesuffix('_us')}_s" if column.endswith("_gpu_us") else column
+def _column(name: str, cells: Sequence[Any]) -> tuple[str, list[str]]:
+    """Heading and cells for a person: seconds instead of microseconds, instants as dates."""
+    if not name.endswith("_us"):
+        return name, [_cell(cell) for cell in cells]
+    bare = name.removesuffix("_us")
+    # Not a duration: an instant is later than 2001.
+    if any(isinstance(cell, int) and cell > 10**15 for cell in cells):
+        return bare, ["-" if cell is None else show.iso(int(cell)) for cell in cells]
+    return f"{bare}_s", ["-" if cell is None else f"{cell / 1e6:.3f}" for cell in cells]
 
 
-def _cell(column: str, cell: Any) -> str:
+def _cell(cell: Any) -> str:
     if cell is None:
         return "-"
-    if column.endswith("_gpu_us"):
-        return f"{cell / 1e6:.3f}"
-    if column.endswith("_us") and isinstance(cell, int) and cell > 10**15:
-        return show.iso(cell)
     return f"{cell:.6g}" if isinstance(cell, float) else str(cell)

@@ -19,12 +19,12 @@ ENDED: Final = frozenset({"completed", "failed", "cancelled", "timeout"})
 
 
 def short_state(state: str) -> str:
-    """``PD``, ``R``, …; ``?`` for a word that this version does not know."""
+    """``PD``, ``R``, ...; ``?`` for a word that this version does not know."""
     return _STATES.get(state, ("?", ""))[0]
 
 
 def long_state(state: str) -> str:
-    """``PENDING``, ``RUNNING``, …"""
+    """``PENDING``, ``RUNNING``, ..."""
     return _STATES.get(state, ("", state.upper()))[1]
 
 

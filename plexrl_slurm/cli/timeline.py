@@ -14,7 +14,7 @@ _LOOKS: Final = {"busy": (1.0, ""), "switch": (1.0, "////"), "kept": (0.35, "")}
 
 
 def label(stretch: Stretch) -> str:
-    """``job 3 forward_backward``, ``idle``, …"""
+    """``job 3 forward_backward``, ``idle``, ..."""
     if stretch["job_id"] is None:
         return str(stretch["activity"])
     what = stretch.get("kind") if stretch["activity"] == "busy" else stretch["activity"]
