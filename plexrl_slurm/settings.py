@@ -43,11 +43,13 @@ ENGINE_POOLS: Final[Mapping[str, str]] = {
 #: Options of the real engines and how each is read; a fake takes any.
 ENGINE_OPTIONS: Final[Mapping[str, Mapping[str, Callable[[object], object]]]] = {
     "deepspeed": {
+        "device_bytes": as_bytes,
         "zero_stage": as_count,
         "max_tokens_per_microbatch": as_count,
         "prefix_sharing": as_switch,
     },
     "vllm": {
+        "device_bytes": as_bytes,
         "kv_cache_bytes": as_bytes,
         "max_num_seqs": as_count,
         "prefix_caching": as_switch,
@@ -74,7 +76,8 @@ class WpgSettings:
     #: CPU cores for each WPG in turn: ``[[0], [1]]``; empty: anywhere.
     cores: tuple[tuple[int, ...], ...] = ()
     #: Engine options: deepspeed ``zero_stage`` (1 or 2), ``max_tokens_per_microbatch``; vllm
-    #: ``kv_cache_bytes``, ``max_num_seqs``, ``prefix_caching``, ``block_size``.
+    #: ``kv_cache_bytes``, ``max_num_seqs``, ``prefix_caching``, ``block_size``; every engine
+    #: ``device_bytes``: what residents may take on all GPUs of a WPG together.
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -207,7 +210,7 @@ def check(path: Path) -> Findings:
         if (model := _model(report, f"model[{index}]", table, folder)) is not None
     ]
     _check_pools(report, wpgs, complete=len(wpgs) == len(wpg_tables))
-    _check_models(report, models, values.get("host_bytes"))
+    _check_models(report, models, values.get("host_bytes"), wpgs)
     _check_places(report, values)
     problems = report.sentences()
     settings = None
@@ -270,7 +273,8 @@ def _wpg(report: Report, key: str, data: Mapping[str, Any]) -> WpgSettings | Non
             options.take(name, convert, required=False)
         options.finish()
     else:
-        options.values = dict(options.data)
+        options.take("device_bytes", as_bytes, required=False)
+        options.values = {**options.data, **options.values}
     if options.values.get("zero_stage", 1) not in (1, 2):
         report.bad(f"{key}.options.zero_stage", "it must be 1 or 2")
     cores, count = table.values.get("cores", ()), table.values.get("count", 1)
@@ -339,7 +343,10 @@ def _check_pools(report: Report, wpgs: Sequence[WpgSettings], *, complete: bool)
 
 
 def _check_models(
-    report: Report, models: Sequence[tuple[str, ModelSpec]], host_bytes: int | None
+    report: Report,
+    models: Sequence[tuple[str, ModelSpec]],
+    host_bytes: int | None,
+    wpgs: Sequence[WpgSettings],
 ) -> None:
     for name, times in Counter(model.name for _, model in models).items():
         if times > 1:
@@ -354,6 +361,16 @@ def _check_models(
                 f"image and a snapshot) and partition.host_bytes is {host_bytes / 2**30:.2f} GiB: "
                 f"raise host_bytes or take the model out",
             )
+        for pool, size in (("train", model.train_bytes), ("rollout", model.weights_bytes)):
+            limits = [wpg.options.get("device_bytes") for wpg in wpgs if wpg.pool == pool]
+            known = [limit for limit in limits if isinstance(limit, int)]
+            if known and len(known) == len(limits) and size > max(known):
+                report.bad(
+                    key,
+                    f"model {model.name} needs {size / 2**30:.2f} GiB on a {pool} WPG and the "
+                    f"largest has device_bytes of {max(known) / 2**30:.2f} GiB: raise device_bytes "
+                    f"or take the model out",
+                )
     if not models and not report.has("model"):
         report.bad("model", "the catalogue is empty: add a [[model]] table with name and path")
 

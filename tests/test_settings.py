@@ -172,6 +172,13 @@ def test_every_setting_is_read(config: Path) -> None:
             id="option",
         ),
         pytest.param(
+            'kv_cache_bytes = "64MiB"',
+            'device_bytes = "1KiB"',
+            "model[0]",
+            "GiB on a rollout WPG and the largest has device_bytes of 0.00 GiB",
+            id="fits no WPG",
+        ),
+        pytest.param(
             "[[wpg]]", '[hold]\nbackend = "k8s"\n[[wpg]]', "hold.backend", "local", id="backend"
         ),
         pytest.param(
