@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 
 from plexrl_slurm.core.errors import Denied, InvalidTransition, NotFound
 from plexrl_slurm.core.ids import JobId, SlurmId
-from plexrl_slurm.core.states import ENDED, JOB_STEPS, JobState, starts
+from plexrl_slurm.core.states import ENDED, STEPS, JobState
 from plexrl_slurm.db.models import JobEventRow, JobRow
 from plexrl_slurm.db.upsert import table_of
 
@@ -311,16 +311,20 @@ def _step(
     """Change the state in one statement that checks state and owner, or say what was wrong."""
     if release:
         values |= {"owner": None, "lease_until_us": None, "admitted_us": None}
-    change = update(JOBS).where(JOBS.c.id == job_id, JOBS.c.state.in_(starts(to)))
+    change = update(JOBS).where(JOBS.c.id == job_id, JOBS.c.state.in_(_starts(to)))
     if owner is not None:
         change = change.where(JOBS.c.owner == owner)
     if session.execute(change.values(state=to, **values).returning(JOBS.c.id)).first():
         return
     row = get(session, job_id)
-    if (row.state, to) in JOB_STEPS:
+    if (row.state, to) in STEPS:
         raise Denied(
             f"job {job_id} belongs to daemon {row.owner}, not to {owner}: this daemon was "
             f"declared lost; restart it"
         )
     lines = tuple(f"{line.at_us} {line.kind}: {line.text}" for line in story(session, job_id))
     raise InvalidTransition(f"job {job_id}", str(row.state), str(to), lines)
+
+
+def _starts(finish: JobState) -> list[JobState]:
+    return [start for start, to in STEPS if to is finish]

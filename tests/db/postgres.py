@@ -3,6 +3,7 @@
 import os
 import pwd
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -30,41 +31,32 @@ def find_programs() -> Path | None:
 def running_server(programs: Path, *, durable: bool = False) -> Iterator[str]:
     """URL prefix of a fresh server, for example ``postgresql://postgres@127.0.0.1:40000``.
 
-    ``durable`` keeps fsync on, for measurements. The server refuses to run as root, so that
-    root runs it as Debian's ``postgres``.
+    ``durable`` keeps fsync on, for measurements. The server refuses to run as root, so root
+    runs it as Debian's ``postgres``.
     """
-    root = os.geteuid() == 0
-    prefix: Command = ["runuser", "-u", USER, "--"] if root else []
     folder = Path(tempfile.mkdtemp(prefix="plexrl-pg-"))
-    if root:
-        owner = pwd.getpwnam(USER)
-        os.chown(folder, owner.pw_uid, owner.pw_gid)
+    user = None
+    if os.geteuid() == 0:
+        account = pwd.getpwnam(USER)
+        user = account.pw_uid
+        os.chown(folder, account.pw_uid, account.pw_gid)
     data, log = folder / "data", folder / "log"
     try:
-        create: Command = [*prefix, programs / "initdb", "--pgdata", data, "--username", USER]
+        create: Command = [programs / "initdb", "--pgdata", data, "--username", USER]
         create += ["--auth", "trust", "--encoding", "UTF8", "--locale", "C", "--no-sync"]
-        subprocess.run(create, check=True, capture_output=True, cwd="/")
+        subprocess.run(create, check=True, capture_output=True, cwd="/", user=user)
         port = _free_port()
-        server: Command = [
-            *prefix,
-            programs / "postgres",
-            "-D",
-            data,
-            "-p",
-            str(port),
-            "-k",
-            folder,
-        ]
+        server: Command = [programs / "postgres", "-D", data, "-p", str(port), "-k", folder]
         server += ["-c", "listen_addresses=127.0.0.1", "-c", "max_connections=60"]
         if not durable:
             server += ["-c", "fsync=off", "-c", "synchronous_commit=off"]
         with log.open("wb") as output:
-            process = subprocess.Popen(server, stdout=output, stderr=output, cwd="/")
+            process = subprocess.Popen(server, stdout=output, stderr=output, cwd="/", user=user)
         try:
             _wait_until_ready(process, programs, port, log)
             yield f"postgresql://{USER}@127.0.0.1:{port}"
         finally:
-            process.terminate()  # runuser passes it on
+            process.send_signal(signal.SIGINT)  # "fast": does not wait for clients
             process.wait(timeout=30)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -3,6 +3,7 @@
 import asyncio
 import sqlite3
 import threading
+from collections.abc import Awaitable
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ def test_a_failure_fails_only_its_own_caller(engine: Engine) -> None:
 
     async def scenario() -> None:
         async with Store(engine) as store:
-            tasks = [store.run(add_job, name=f"job-{n}") for n in range(5)]
+            tasks: list[Awaitable[object]] = [store.run(add_job, name=f"job-{n}") for n in range(5)]
             tasks[2:2] = [store.run(broken), store.run(queue.get, JobId(-1))]
             answers = await asyncio.gather(*tasks, return_exceptions=True)
             kinds = [type(answer) for answer in answers]
