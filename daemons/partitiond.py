@@ -170,7 +170,7 @@ class Daemon:
         if parts.release.is_set():
             await self._release(parts, hold_keeper, hold.slurm_id, hub)
         await serving.stop()
-        shell.tick()
+        shell.tick(flush=True)
         if not tasks[0].done():
             await writer.drain()
         for task in [*tasks, *ends]:

@@ -215,7 +215,7 @@ class PartitionService(SamplingCalls):
             exit_code=exit_code,
             now_us=self.now_us(),
         )
-        self.shell.tick()
+        self.shell.tick(flush=True)
         await self.writer.drain()
         await self.store.run(queue.close_bill, job_id)
 
@@ -327,7 +327,7 @@ class PartitionService(SamplingCalls):
     async def timeline(
         self, who: Principal, *, since_us: int, until_us: int
     ) -> list[dict[str, Any]]:
-        self.shell.tick()
+        self.shell.tick(flush=True)
         await self.writer.drain()
         rows = await self.store.read(
             ledger.between,

@@ -423,9 +423,9 @@ class Shell:
         delay = max(0.0, (at_us - now_us()) / 1e6)
         self._wake = asyncio.get_running_loop().call_later(delay, self.tick)
 
-    def tick(self) -> None:
-        """Let the core book what has passed."""
-        self.feed(Tick(at_us=now_us(), cause=CauseId("tick")))
+    def tick(self, *, flush: bool = False) -> None:
+        """Let the core book what has passed; with ``flush`` to the last microsecond."""
+        self.feed(Tick(at_us=now_us(), cause=CauseId("tick"), flush=flush))
 
 
 _ENDED = "the job has ended"

@@ -141,37 +141,44 @@ class Run:
         began = time.monotonic()
         ahead = self.begin_rollout(rng)
         for step in range(self.recipe.steps):
+            last = step + 1 == self.recipe.steps
             rollout = self.end_rollout(*ahead)
-            if self.off_policy and step + 1 < self.recipe.steps:
+            self.rewards.append(float(rollout.rewards.mean()))
+            if self.off_policy and not last:
                 ahead = self.begin_rollout(rng)
-            reward = float(rollout.rewards.mean())
-            self.rewards.append(reward)
-            loss, trained = self.train(step, rollout)
-            if not self.off_policy and step + 1 < self.recipe.steps:
+            started = time.monotonic()
+            training = self.begin_training(step, rollout)
+            if not self.off_policy and not last:
+                # Queued behind the optimizer step, so no time is lost between the two.
                 ahead = self.begin_rollout(rng)
-            self.write(step, rollout, loss, trained, time.monotonic() - began)
+            loss = self.end_training(training)
+            now = time.monotonic()
+            self.write(step, rollout, loss, now - started, now - began)
         return self.rewards
 
-    def train(self, step: int, rollout: Rollout) -> tuple[float, float]:
-        """One optimizer step; (loss, seconds)."""
-        started = time.monotonic()
+    def begin_training(self, step: int, rollout: Rollout) -> list[Any]:
+        """Send one optimizer step; no call if no group has anything to teach."""
         data = self.data(rollout)
         if not data:
-            return 0.0, 0.0
-        rate = self.recipe.learning_rate(step, self.rewards)
+            return []
         forward_backward = self.training.forward_backward(data, "importance_sampling")
         optim_step = self.training.optim_step(
             types.AdamParams(
-                learning_rate=rate,
+                learning_rate=self.recipe.learning_rate(step, self.rewards),
                 beta1=0.9,
                 beta2=self.recipe.beta2,
                 eps=1e-8,
                 grad_clip_norm=self.recipe.grad_clip_norm,
             )
         )
-        loss = forward_backward.result().metrics["loss:sum"]
-        optim_step.result()
-        return loss, time.monotonic() - started
+        return [forward_backward, optim_step]
+
+    def end_training(self, futures: list[Any]) -> float:
+        """Wait for the step; its loss."""
+        if not futures:
+            return 0.0
+        futures[1].result()
+        return float(futures[0].result().metrics["loss:sum"])
 
     def write(
         self, step: int, rollout: Rollout, loss: float, trained: float, elapsed: float

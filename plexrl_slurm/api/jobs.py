@@ -122,3 +122,9 @@ async def drain(request: Request, who: Admin) -> Response:
     """Admit nobody new, or admit again."""
     asked = await ask.read(Drain, request)
     return as_json(await service_of(request).drain(who, on=asked.on))
+
+
+@router.post("/release")
+async def release(request: Request, who: Admin) -> Response:
+    """End every job, give the held GPUs back, and end the daemon."""
+    return as_json(await service_of(request).release(who))

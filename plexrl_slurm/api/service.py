@@ -247,3 +247,6 @@ class Service(Protocol):
     ) -> list[dict[str, Any]]: ...
 
     async def drain(self, who: Principal, *, on: bool) -> dict[str, Any]: ...
+
+    async def release(self, who: Principal) -> dict[str, Any]:
+        """Give the hold back: jobs end, the daemon follows."""

@@ -30,10 +30,11 @@ def sreport(app: App, name: str | None, parsable2: bool, noheader: bool) -> None
         "report": found.name,
         "rows": [dict(zip(found.columns, row, strict=True)) for row in found.rows],
     }
-    app.answer(facts, lambda: _text(found, parsable=parsable2, header=not noheader))
+    app.answer(facts, lambda: text_of(found, parsable=parsable2, header=not noheader))
 
 
-def _text(found: "Report", *, parsable: bool, header: bool) -> str:
+def text_of(found: "Report", *, parsable: bool, header: bool) -> str:
+    """The report as a table for a person, or with ``parsable`` as columns separated by ``|``."""
     if parsable:
         lines = [list(found.columns)] if header else []
         lines += [["" if cell is None else str(cell) for cell in row] for row in found.rows]

@@ -333,7 +333,7 @@ def _image_ended(
 def _tick(books: Books, event: Tick, out: list[AnyInstruction]) -> None:
     """Write long stretches down; wake the lanes whose hold is over."""
     for lane in books.lanes.values():
-        if lane.meter is not None and lane.meter.due(event.at_us):
+        if lane.meter is not None and (event.flush or lane.meter.due(event.at_us)):
             out.extend(lane.meter.cut(lane.clamp(event.at_us), lane.calls(), event.cause))
         if lane.kept_until_us is not None and event.at_us >= lane.kept_until_us:
             books.touch(lane)

@@ -211,6 +211,9 @@ class SwitchEnded(Event):
 class Tick(Event):
     """Time passed: the answer to :class:`WakeAt`, or a clock's beat."""
 
+    #: Somebody reads the books now: charge everything up to this instant.
+    flush: bool = False
+
 
 # ---- instructions -------------------------------------------------------------------------
 

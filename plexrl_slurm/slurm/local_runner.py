@@ -42,8 +42,8 @@ def run(folder: Path, facts: dict[str, Any]) -> tuple[str, int]:
     }
     workdir = Path(facts["workdir"])
     try:
-        output = (workdir / facts["output"]).open("ab", buffering=0)
-        error = output if facts["error"] is None else (workdir / facts["error"]).open("ab")
+        output = (workdir / facts["output"]).open("wb", buffering=0)
+        error = output if facts["error"] is None else (workdir / facts["error"]).open("wb")
         child = subprocess.Popen(
             [str(folder / "script"), *facts["arguments"]],
             cwd=workdir,

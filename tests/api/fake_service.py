@@ -217,7 +217,7 @@ class FakeService:
                     for datum in data
                 ]
                 loss = -sum(
-                    float((each * datum.inputs["weights"].numpy()).sum())
+                    float(np.vdot(each, datum.inputs["weights"].numpy().astype(np.float32)))
                     for each, datum in zip(logprobs, data, strict=True)
                     if "weights" in datum.inputs
                 )
@@ -310,7 +310,7 @@ class FakeService:
         session = f"{self._session(who, session_id)}:sample:{sampling_session_seq_id}"
         if model_path is not None:
             base_model = (await self.checkpoint(who, model_path)).base_model
-        if base_model not in self.models:
+        if base_model is None or base_model not in self.models:
             raise UnknownModel(str(base_model), tuple(self.models))
         self._sampler(who, session, base_model, model_path)
         return session
@@ -433,6 +433,9 @@ class FakeService:
 
     async def drain(self, who: Principal, *, on: bool) -> dict[str, Any]:
         return {"draining": on}
+
+    async def release(self, who: Principal) -> dict[str, Any]:
+        return {"released": "h1"}
 
 
 def _topk(length: int, k: int) -> wire.TopK | None:

@@ -1,0 +1,343 @@
+"""``plexrl demo``: three GRPO jobs share two WPGs, then run alone; what did sharing save?"""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from plexrl_slurm.cli import daemon, demo_figures, ledger, show, timeline
+from plexrl_slurm.cli.app import App, note, waiting
+from plexrl_slurm.cli.client import Client
+from plexrl_slurm.cli.demo_figures import JobRun, SharedRun
+from plexrl_slurm.cli.demo_screen import Screen, read_lines
+from plexrl_slurm.cli.report import text_of
+from plexrl_slurm.cli.show import ENDED
+from plexrl_slurm.cli.submit import Request, Submitted, environment_for, slurm_of, submit, wrapped
+from plexrl_slurm.core.errors import BadInput, PlexError
+from plexrl_slurm.settings import Site
+
+_CONFIG = """# Written by `plexrl demo`; made new each time.
+[partition]
+name = "demo"
+state_dir = "state"
+database_url = "sqlite:///{database}"
+host_dir = "{host_dir}"
+host_bytes = "2GiB"
+listen = "127.0.0.1:0"
+policy = "{policy}"
+
+[hold]
+backend = "local"
+
+[[wpg]]
+pool = "train"
+engine = "deepspeed"
+cores = {train_cores}
+
+[[wpg]]
+pool = "rollout"
+engine = "vllm"
+cores = {rollout_cores}
+
+[wpg.options]
+kv_cache_bytes = 134217728
+
+[[model]]
+name = "tiny"
+path = "models/tiny"
+dtype = "float32"
+max_context_length = 256
+"""
+
+_REPORTS = ("savings", "usage_by_job", "hold_summary")
+
+
+class DemoFailed(PlexError):
+    """A job of the demo did not end well."""
+
+    exit_code = 70
+
+    def __init__(self, job: str, state: str, output: str) -> None:
+        super().__init__(job, state, output)
+        self.job, self.state, self.output = job, state, output
+
+    def explain(self) -> str:
+        return f"job {self.job} of the demo ended as {self.state}: see {self.output}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The demo's knobs."""
+
+    out: Path
+    jobs: int
+    steps: int
+    tool_multiple: float
+    tool_seconds: float | None
+    seed: int
+    policy: str
+    #: Folder with the example scripts.
+    examples: Path
+
+
+@click.command()
+@click.option(
+    "--out", type=click.Path(path_type=Path), default=Path("demo"), show_default=True,
+    help="Folder for everything; it is emptied first.",
+)  # fmt: skip
+@click.option("--jobs", type=click.IntRange(2, 6), default=3, show_default=True)
+@click.option("--steps", type=click.IntRange(2), default=15, show_default=True)
+@click.option(
+    "--tool-multiple", type=click.FloatRange(0), default=2.0, show_default=True,
+    help="Length of a tool call in measured step times.",
+)  # fmt: skip
+@click.option("--tool-seconds", type=click.FloatRange(0), help="Instead of --tool-multiple.")
+@click.option("--seed", type=int, default=1, show_default=True)
+@click.option(
+    "--policy", default="hrrs", show_default=True,
+    type=click.Choice(["hrrs", "fifo", "drain_first", "round_robin"]),
+)  # fmt: skip
+@click.option("--keep", is_flag=True, help="Leave the partition up afterwards.")
+@click.pass_obj
+def demo(
+    app: App,
+    out: Path,
+    jobs: int,
+    steps: int,
+    tool_multiple: float,
+    tool_seconds: float | None,
+    seed: int,
+    policy: str,
+    keep: bool,
+) -> None:
+    """Show what sharing saves: GRPO jobs with tool pauses, together and alone."""
+    examples = Path(__file__).resolve().parents[2] / "examples"
+    if not (examples / "grpo_count.py").exists():
+        raise BadInput(f"the demo needs the example scripts in {examples}: run it in a checkout")
+    plan = Plan(
+        out=out.resolve(),
+        jobs=jobs,
+        steps=steps,
+        tool_multiple=tool_multiple,
+        tool_seconds=tool_seconds,
+        seed=seed,
+        policy=policy,
+        examples=examples,
+    )
+    site = prepare(plan)
+    try:
+        report = run(plan, site)
+    finally:
+        if not keep:
+            with waiting("giving the GPUs back"):
+                daemon.stop(site, release=True, timeout_s=60)
+    leave(plan, site, report)
+    heads, cells = demo_figures.table(report["rows"])
+    words = [
+        show.fitted(heads, cells),
+        f"tool pauses of {report['tool_seconds']:.2f} s "
+        f"({report['tool_multiple']:.2f} measured steps of {report['step_seconds']:.2f} s)",
+        f"everything is in {plan.out}: report.json, timeline.png, ledger.db, reports/",
+    ]
+    app.answer(report, "\n".join(words))
+
+
+def prepare(plan: Plan) -> Site:
+    """Settings, model, an empty folder, and the partition up."""
+    if (plan.out / "plexrl.toml").exists():
+        _clear(plan.out)
+    plan.out.mkdir(parents=True, exist_ok=True)
+    key = hashlib.sha256(str(plan.out).encode()).hexdigest()[:8]
+    host_dir = Path("/dev/shm") / f"plexrl-demo-{os.getuid()}-{key}"
+    host_dir.mkdir(mode=0o700, exist_ok=True)
+    cores = sorted(os.sched_getaffinity(0))
+    pinned = len(cores) >= 2
+    config = plan.out / "plexrl.toml"
+    config.write_text(
+        _CONFIG.format(
+            database=plan.out / "ledger.db",
+            host_dir=host_dir,
+            policy=plan.policy,
+            train_cores=[[cores[0]]] if pinned else [],
+            rollout_cores=[[cores[1]]] if pinned else [],
+        ),
+        encoding="utf-8",
+    )
+    model = plan.out / "models" / "tiny"
+    if not model.exists():
+        with waiting("making the tiny model"):
+            model.parent.mkdir(exist_ok=True)
+            subprocess.run(
+                [sys.executable, str(plan.examples / "make_models.py"), str(model), "tiny"],
+                check=True,
+                capture_output=True,
+            )
+    site = App(config=config).site()
+    with waiting("starting the partition: DeepSpeed and vLLM come up once, for all jobs") as say:
+        daemon.start(site, timeout_s=300, wait_for_wpgs=True, say=say)
+    return site
+
+
+def _clear(out: Path) -> None:
+    """End what an earlier demo left running here, and delete its files; models stay."""
+    site = App(config=out / "plexrl.toml").site()
+    if daemon.stop(site, release=True, timeout_s=60):
+        note(f"an earlier demo was still up in {out}: it is down now")
+    for path in out.iterdir():
+        if path.name == "models":
+            continue
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def run(plan: Plan, site: Site) -> dict[str, Any]:
+    """All runs, and their figures."""
+    with Client(site) as client:
+        nodes = client.nodes()
+        gpus = sum(int(wpg["gpus"]) for wpg in nodes["wpgs"])
+        pools = {str(wpg["id"]): str(wpg["pool"]) for wpg in nodes["wpgs"]}
+        single = [
+            run_jobs(plan, site, client, f"alone-{n + 1}-no-pause", [n], tool_s=0.0)[0]
+            for n in range(plan.jobs)
+        ]
+        step = demo_figures.step_s(single[0])
+        tool_s = plan.tool_multiple * step if plan.tool_seconds is None else plan.tool_seconds
+        note(f"a step takes {step:.2f} s here; tool pauses will take {tool_s:.2f} s")
+        everybody = list(range(plan.jobs))
+        together = shared_run(plan, site, client, "shared-no-pause", everybody, tool_s=0.0)
+        paused = shared_run(plan, site, client, "shared", everybody, tool_s=tool_s)
+        alone = [
+            run_jobs(plan, site, client, f"alone-{n + 1}", [n], tool_s=tool_s)[0]
+            for n in range(plan.jobs)
+        ]
+    rows = {
+        f"{plan.jobs} with pauses": demo_figures.compare(paused, alone, gpus=gpus, pools=pools),
+        f"{plan.jobs} without": demo_figures.compare(together, single, gpus=gpus, pools=pools),
+    }
+    main = next(iter(rows.values()))
+    begin, end = paused.window_us
+    timeline.draw(
+        [s for s in paused.stretches if s["stop_us"] > begin and s["start_us"] < end],
+        plan.out / "timeline.png",
+        title=f"{plan.jobs} GRPO jobs share two WPGs",
+    )
+    identical = all(row["learning_identical"] for row in rows.values())
+    return {
+        **main,
+        "learning_identical": identical,
+        "step_seconds": step,
+        "tool_seconds": tool_s,
+        "tool_multiple": tool_s / step,
+        "policy": plan.policy,
+        "seed": plan.seed,
+        "rows": rows,
+    }
+
+
+def shared_run(
+    plan: Plan, site: Site, client: Client, name: str, numbers: Sequence[int], *, tool_s: float
+) -> SharedRun:
+    """Jobs at the same time, and the timeline of their window."""
+    jobs = run_jobs(plan, site, client, name, numbers, tool_s=tool_s)
+    begin = min(job.started_us for job in jobs)
+    end = max(job.ended_us for job in jobs)
+    return SharedRun(jobs=jobs, stretches=client.timeline(since_us=begin, until_us=end))
+
+
+def run_jobs(
+    plan: Plan, site: Site, client: Client, name: str, numbers: Sequence[int], *, tool_s: float
+) -> list[JobRun]:
+    """Submit, show, wait, collect."""
+    folder = plan.out / "runs" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    names = {number: f"count-{number + 1}" for number in numbers}
+    jobs = {
+        number: _submit(plan, site, client, folder, names[number], number, tool_s)
+        for number in numbers
+    }
+    files = {names[number]: folder / f"{names[number]}.jsonl" for number in numbers}
+    with Screen(name, steps=plan.steps) as screen:
+        while True:
+            found = {str(job["slurm_id"]): job for job in client.jobs(ended=True)}
+            rows = {number: found[job.slurm_id] for number, job in jobs.items()}
+            lines = {label: read_lines(path) for label, path in files.items()}
+            screen.show(client.nodes(), lines)
+            if all(row["state"] in ENDED for row in rows.values()):
+                break
+            time.sleep(0.5)
+    return [
+        _collect(site, folder, names[number], rows[number], files[names[number]])
+        for number in numbers
+    ]
+
+
+def _submit(
+    plan: Plan,
+    site: Site,
+    client: Client,
+    folder: Path,
+    name: str,
+    number: int,
+    tool_s: float,
+) -> Submitted:
+    seed = plan.seed + number
+    # Controllers give way to the pinned slots: on a real site they have nodes of their own.
+    command = (
+        f"exec nice -n 10 {sys.executable} {plan.examples / 'grpo_count.py'} --steps {plan.steps} "
+        f"--seed {seed} --tool-seconds {tool_s!r} --out {folder / name}.jsonl"
+    )
+    return submit(
+        client,
+        slurm_of(site),
+        Request(
+            partition="demo",
+            name=name,
+            account="demo",
+            models=("tiny",),
+            seed=seed,
+            priority=0,
+            shown="wrap",
+            script=wrapped(command),
+            arguments=(),
+            workdir=folder,
+            environment=environment_for("ALL") | {"OMP_NUM_THREADS": "1"},
+            output=str(folder / f"{name}.out"),
+        ),
+    )
+
+
+def _collect(site: Site, folder: Path, name: str, row: Mapping[str, Any], lines: Path) -> JobRun:
+    if row["state"] != "completed":
+        raise DemoFailed(name, str(row["state"]), str(folder / f"{name}.out"))
+    pattern = f"s{row['job_id']}-*/sampler_weights/final/model.safetensors"
+    (weights,) = (site.state_dir / "checkpoints").glob(pattern)
+    return JobRun(
+        name=name,
+        started_us=int(row["started_us"]),
+        ended_us=int(row["ended_us"]),
+        steps=int(row["steps"]),
+        lines=read_lines(lines),
+        weights=hashlib.sha256(weights.read_bytes()).hexdigest(),
+    )
+
+
+def leave(plan: Plan, site: Site, report: Mapping[str, Any]) -> None:
+    """Files that tell the rest of the story."""
+    (plan.out / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    folder = plan.out / "reports"
+    folder.mkdir(exist_ok=True)
+    for name in _REPORTS:
+        found = ledger.run_report(site, name)
+        text = text_of(found, parsable=False, header=True)
+        (folder / f"{name}.txt").write_text(text + "\n", encoding="utf-8")
