@@ -43,10 +43,10 @@ _DTYPES: Final = {pb.DTYPE_FLOAT32: "float32", pb.DTYPE_INT64: "int64", pb.DTYPE
 # ---- requests -----------------------------------------------------------------------------
 
 
-def unpacked(raw: bytes, encoding: str, limit: int) -> bytes:
-    """A body without its ``Content-Encoding``; raises ``BadInput``."""
+def unpacked(raw: bytes, encoding: str, limit: int) -> tuple[bytes, bool]:
+    """A body without its ``Content-Encoding``, and whether that is all; raises ``BadInput``."""
     if encoding in ("", "identity"):
-        return raw
+        return raw, True
     if encoding != "zstd":
         raise BadInput(f"Content-Encoding {encoding!r} is not known here: send zstd or none")
     try:
@@ -54,20 +54,7 @@ def unpacked(raw: bytes, encoding: str, limit: int) -> bytes:
             plain = reader.read(limit + 1)
     except zstandard.ZstdError as error:
         raise BadInput(f"the body is not zstd: {error}") from error
-    if len(plain) > limit:
-        raise BadInput(f"the request is larger than {limit >> 20} MiB: send less at once")
-    return plain
-
-
-def start_of(raw: bytes, encoding: str, size: int = 4096) -> bytes:
-    """The first bytes of a body that is not whole; empty if they cannot be unpacked."""
-    if encoding != "zstd":
-        return raw[:size]
-    try:
-        with zstandard.ZstdDecompressor().stream_reader(raw) as reader:
-            return reader.read(size)
-    except zstandard.ZstdError:
-        return b""
+    return plain, len(plain) <= limit
 
 
 def request_of(raw: bytes) -> Any:

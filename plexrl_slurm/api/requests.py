@@ -17,16 +17,16 @@ BODY_LIMIT = 256 << 20
 T = TypeVar("T")
 
 
-async def body_of(request: Request, limit: int = BODY_LIMIT) -> tuple[bytes, bool]:
+async def body_of(request: Request) -> tuple[bytes, bool]:
     """The body and whether it is whole; of an oversized one, its first part."""
     chunks: list[bytes] = []
     size = 0
     async for chunk in request.stream():
         size += len(chunk)
         # Read on to the end: a client that is cut off while it writes sees no answer.
-        if size <= limit or not chunks:
+        if size <= BODY_LIMIT or not chunks:
             chunks.append(chunk)
-    return b"".join(chunks), size <= limit
+    return b"".join(chunks), size <= BODY_LIMIT
 
 
 async def read(kind: type[T], request: Request) -> T:

@@ -80,14 +80,16 @@ async def forward_backward(request: Request, who: Who) -> Response:
     service = service_of(request)
     raw, whole = await ask.body_of(request)
     encoding = request.headers.get("content-encoding", "")
-    if not whole:
-        start = proto.start_of(raw, encoding)
-        return await _oversized(service, who, start)
-    raw = proto.unpacked(raw, encoding, ask.BODY_LIMIT)
-    identity = proto.identity_of(raw)
+    raw, all_unpacked = proto.unpacked(raw, encoding, ask.BODY_LIMIT)
     try:
+        if not (whole and all_unpacked):
+            raise BadInput(
+                f"the request is larger than {ask.BODY_LIMIT >> 20} MiB: "
+                "give fewer or shorter sequences"
+            )
         message = proto.request_of(raw)
     except BadInput as error:
+        identity = proto.identity_of(raw)
         if identity is None:
             raise
         return await _doomed(service, who, *identity, error)
@@ -108,16 +110,6 @@ async def forward_backward(request: Request, who: Who) -> Response:
 
 def _read_forward_backward(message: Any, model: ModelSpec) -> wire.ForwardBackward:
     return validate.checked_forward_backward(proto.forward_backward_of(message), model)
-
-
-async def _oversized(service: Service, who: Principal, start: bytes) -> Response:
-    error = BadInput(
-        f"the request is larger than {ask.BODY_LIMIT >> 20} MiB: give fewer or shorter sequences"
-    )
-    identity = proto.identity_of(start)
-    if identity is None:
-        raise error
-    return await _doomed(service, who, *identity, error)
 
 
 async def _doomed(

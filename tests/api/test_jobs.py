@@ -1,0 +1,135 @@
+"""Job control over the unix socket and by a job's token, and who is let in."""
+
+import os
+import pwd
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plexrl_slurm.api.auth import UnixPeer, principal_of_peer
+from plexrl_slurm.api.service import JobSubmission, Principal
+from tests.api.conftest import Api, run_api
+from tests.api.fake_service import TOKEN_A
+
+JOB = {"partition": "rlvr", "name": "count", "script": "job.sh", "models": ["tiny"]}
+
+
+def test_a_user_submits_binds_explains_and_cancels(api: Api) -> None:
+    me = pwd.getpwuid(os.getuid()).pw_name
+    with api.unix() as http:
+        answer = http.post("/plexrl/v1/jobs", json=JOB | {"options": {"steps": "3"}, "seed": 5})
+        assert answer.status_code == 200
+        assert (answer.json()["job_id"], answer.json()["user"]) == (7, me)
+        ((_, job),) = api.service.asked
+        assert isinstance(job, JobSubmission)
+        assert (job.models, job.seed, job.options) == (("tiny",), 5, {"steps": "3"})
+        bound = http.post("/plexrl/v1/jobs/7/bind", json={"slurm_id": "42"})
+        assert bound.json() == {"job_id": 7, "slurm_id": "42"}
+        assert http.get("/plexrl/v1/jobs/7/explain").json() == {"job_id": 7, "obstacles": []}
+        cancelled = http.post("/plexrl/v1/jobs/7/cancel", json={"reason": "enough"})
+        assert cancelled.json() == {"job_id": 7, "reason": "enough"}
+
+
+def test_lists_take_their_filters_from_the_query(api: Api) -> None:
+    with api.unix() as http:
+        rows = http.get("/plexrl/v1/jobs?user=ann&state=RUNNING&state=PENDING&ended=true").json()
+        assert rows == [{"user": "ann", "states": ["RUNNING", "PENDING"], "ended": True}]
+        assert http.get("/plexrl/v1/jobs").json() == [{"user": None, "states": [], "ended": False}]
+        span = http.get("/plexrl/v1/timeline?since_us=1&until_us=2").json()
+        assert span == [{"since_us": 1, "until_us": 2}]
+        assert http.get("/plexrl/v1/timeline").status_code == 400
+        assert http.get("/plexrl/v1/nodes").json()["uid"] == os.getuid()
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "exit_code", "sentence"),
+    [
+        pytest.param({"models": ["huge"]}, 404, 65, "offers: tiny", id="unknown model"),
+        pytest.param({"name": "no room"}, 503, 74, "are needed", id="spool full"),
+        pytest.param({"name": "no database"}, 503, 75, "it is locked", id="database down"),
+        pytest.param({"nme": "typo"}, 400, 65, "nme", id="unknown field"),
+        pytest.param({"seed": "x"}, 400, 65, "seed", id="wrong type"),
+    ],
+)
+def test_a_refused_submission_says_why_and_how_to_exit(
+    api: Api, change: dict[str, Any], status: int, exit_code: int, sentence: str
+) -> None:
+    with api.unix() as http:
+        answer = http.post("/plexrl/v1/jobs", json=JOB | change)
+    assert answer.status_code == status
+    assert answer.json()["exit_code"] == exit_code
+    assert sentence in answer.json()["error"]
+
+
+def test_another_job_does_not_exist(api: Api) -> None:
+    with api.unix() as http:
+        answer = http.post("/plexrl/v1/jobs/8/cancel", json={})
+    assert answer.status_code == 404
+    assert answer.json()["exit_code"] == 66
+
+
+def test_a_token_works_on_both_ends_as_key_or_bearer(api: Api) -> None:
+    with api.http() as tcp, api.unix(TOKEN_A) as unix:
+        for http in (tcp, unix):
+            nodes = http.get("/plexrl/v1/nodes").json()
+            assert (nodes["job"], nodes["uid"], nodes["admin"]) == (1, 1001, False)
+            drain = http.post("/plexrl/v1/drain", json={"on": True})
+            assert drain.status_code == 403
+            assert drain.json()["exit_code"] == 77
+
+
+def test_the_service_user_may_drain(api: Api) -> None:
+    with api.unix() as http:
+        assert http.post("/plexrl/v1/drain", json={"on": True}).json() == {"draining": True}
+
+
+def test_nobody_is_let_in_by_tcp_without_a_key(api: Api) -> None:
+    with api.http(token=None) as http:
+        for path in ("/plexrl/v1/nodes", "/api/v1/get_server_capabilities"):
+            answer = http.get(path)
+            assert answer.status_code == 401
+            assert "no API key" in answer.json()["error"]
+        assert http.get("/plexrl/v1/healthz").json() == {"status": "ok"}
+        assert http.get("/api/v1/healthz").json() == {"status": "ok"}
+    with api.unix("tml-wrong") as http:
+        answer = http.get("/plexrl/v1/nodes")
+        assert (answer.status_code, answer.json()["exit_code"]) == (401, 77)
+
+
+def test_the_socket_knows_the_process_at_its_other_end(tmp_path: Path) -> None:
+    seen: list[UnixPeer] = []
+
+    def authenticate(peer: UnixPeer) -> Principal:
+        seen.append(peer)
+        return principal_of_peer(peer)
+
+    ask = (
+        "import httpx, os, sys\n"
+        "transport = httpx.HTTPTransport(uds=sys.argv[1])\n"
+        "with httpx.Client(transport=transport, base_url='http://plexrl') as http:\n"
+        "    http.get('/plexrl/v1/nodes').raise_for_status()\n"
+        "print(os.getpid())\n"
+    )
+    with run_api(tmp_path, authenticate_socket=authenticate) as api:
+        with api.unix() as http:
+            http.get("/plexrl/v1/nodes")
+        path = api.serving.socket_path
+        assert path.stat().st_mode & 0o777 == 0o666
+        child = subprocess.run(
+            [sys.executable, "-c", ask, path], capture_output=True, text=True, check=True
+        )
+    assert [peer.pid for peer in seen] == [os.getpid(), int(child.stdout)]
+    assert {(peer.uid, peer.gid) for peer in seen} == {(os.getuid(), os.getgid())}
+
+
+def test_only_root_and_the_service_user_are_admins() -> None:
+    def admin(uid: int) -> bool:
+        return principal_of_peer(UnixPeer(pid=1, uid=uid, gid=1)).admin
+
+    assert admin(0)
+    assert admin(os.getuid())
+    assert not admin(os.getuid() + 54_321)
+    assert principal_of_peer(UnixPeer(pid=1, uid=54_321_012, gid=1)).user == "54321012"
