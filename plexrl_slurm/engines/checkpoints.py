@@ -1,5 +1,6 @@
 """What ranks do together beside DeepSpeed: agree, gather, and write or read files as one."""
 
+import json
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -172,22 +173,27 @@ def export(
                 path.parent.mkdir(parents=True, exist_ok=True)
             written = write_tensors(path, weights, durable=False).bytes
             if durable is not None:
-                _export_folder(weights, Path(model.path), durable)
+                _export_folder(weights, model, durable)
         except PlexError as error:
             failure = error
     gang.share_failure(failure)
     return gang.everyones(written)[0]
 
 
-def _export_folder(weights: list[NamedBuffer], base: Path, path: Path) -> None:
+def _export_folder(weights: list[NamedBuffer], model: ModelSpec, path: Path) -> None:
     """A folder that transformers and vLLM load: weights, config, tokenizer."""
     part = checkpoint.begin(path)
     try:
         write_tensors(part / "model.safetensors", weights, durable=True)
         with storage_errors(part, 0):
-            for file in sorted(base.iterdir()):
+            for file in sorted(Path(model.path).iterdir()):
                 if file.is_file() and not _is_weights(file.name):
                     shutil.copyfile(file, part / file.name)
+            # The catalogue may train a model in another dtype than it was published in.
+            config = json.loads((part / "config.json").read_text())
+            config["dtype"] = model.dtype
+            config.pop("torch_dtype", None)
+            (part / "config.json").write_text(json.dumps(config, indent=2))
         publish_folder(part, path)
     finally:
         checkpoint.abandon(path)

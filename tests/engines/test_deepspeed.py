@@ -16,6 +16,7 @@ from tests.engines.training import (
     CREATE,
     PARAMETERS,
     adam,
+    assert_close,
     rank_spec,
     supervised,
     tiny_spec,

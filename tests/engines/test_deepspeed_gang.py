@@ -1,0 +1,179 @@
+"""Two ranks learn what one learns; a fresh process goes on where another one stopped."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from plexrl_slurm import wire
+from plexrl_slurm.core.catalogue import ModelSpec
+from plexrl_slurm.core.errors import BadInput
+from plexrl_slurm.engines.deepspeed import DeepSpeedEngine
+from tests.engines.gang import LAYOUTS
+from tests.engines.training import CREATE, adam, rank_spec, supervised
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(200)]
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 150
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def run_gang(model: Path, out: Path, world: int) -> list[dict[str, Any]]:
+    out.mkdir()
+    port = str(free_port())
+    arguments = [sys.executable, "-m", "tests.engines.gang", str(model), str(out)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    ranks = []
+    for rank in range(world):
+        with (out / f"log.{rank}").open("wb") as log:
+            ranks.append(
+                subprocess.Popen(
+                    [*arguments, str(rank), str(world), port],
+                    stdout=log,
+                    stderr=log,
+                    env=environment,
+                    cwd=ROOT,
+                )
+            )
+    try:
+        codes = [process.wait(TIMEOUT_S) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    logs = "\n".join((out / f"log.{rank}").read_text()[-3000:] for rank in range(world))
+    assert codes == [0] * world, logs
+    return [json.loads((out / f"report.{rank}.json").read_text()) for rank in range(world)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gangs")
+
+
+@pytest.fixture(scope="module")
+def one(tiny_folder: Path, folder: Path) -> dict[str, Any]:
+    return run_gang(tiny_folder, folder / "one", 1)[0]
+
+
+@pytest.fixture(scope="module")
+def two(tiny_folder: Path, folder: Path) -> list[dict[str, Any]]:
+    return run_gang(tiny_folder, folder / "two", 2)
+
+
+NAMES = [f"{stage}-{dtype}" for stage, dtype in LAYOUTS]
+
+
+@pytest.mark.parametrize("layout", NAMES)
+def test_both_ranks_tell_the_same(two: list[dict[str, Any]], layout: str) -> None:
+    for what in ("logprobs", "metrics", "saved_bytes", "bad"):
+        assert two[0][layout][what] == two[1][layout][what]
+
+
+@pytest.mark.parametrize("layout", [name for name in NAMES if "float32" in name])
+def test_two_ranks_learn_what_one_learns(
+    one: dict[str, Any], two: list[dict[str, Any]], folder: Path, layout: str
+) -> None:
+    alone, together = one[layout], two[0][layout]
+    for wanted, found in zip(alone["metrics"], together["metrics"], strict=True):
+        assert found == pytest.approx(wanted, rel=1e-5)
+    for wanted, found in zip(alone["logprobs"], together["logprobs"], strict=True):
+        for row, other in zip(wanted, found, strict=True):
+            torch.testing.assert_close(torch.tensor(other), torch.tensor(row), atol=1e-5, rtol=0.0)
+    weights = [load_file(folder / gang / layout / "weights.safetensors") for gang in ("one", "two")]
+    for name in weights[0]:
+        torch.testing.assert_close(weights[0][name], weights[1][name], atol=1e-6, rtol=0.0)
+
+
+@pytest.mark.parametrize("layout", [name for name in NAMES if "bfloat16" in name])
+def test_two_ranks_learn_nearly_what_one_learns_in_bf16(
+    one: dict[str, Any], two: list[dict[str, Any]], layout: str
+) -> None:
+    for wanted, found in zip(one[layout]["metrics"], two[0][layout]["metrics"], strict=True):
+        for key in ("loss:sum", "grad_norm"):
+            if key in wanted:
+                assert found[key] == pytest.approx(wanted[key], rel=0.05, abs=0.2)
+
+
+@pytest.mark.parametrize("layout", NAMES)
+def test_a_gang_of_two_multiplexes_bit_identically(two: list[dict[str, Any]], layout: str) -> None:
+    for rank in two:
+        assert rank[layout]["by_turns"] == rank[layout]["digest"]
+
+
+@pytest.mark.parametrize("layout", NAMES)
+def test_a_gang_restores_its_checkpoint(two: list[dict[str, Any]], layout: str) -> None:
+    for rank in two:
+        assert rank[layout]["restored"] == rank[layout]["digest"]
+
+
+@pytest.mark.parametrize("layout", NAMES)
+def test_what_overflows_on_one_rank_fails_on_both_and_changes_nothing(
+    two: list[dict[str, Any]], layout: str
+) -> None:
+    for rank in two:
+        assert "is not finite" in rank[layout]["bad"]
+        assert rank[layout]["unchanged"] is True
+
+
+def test_a_gangs_checkpoint_does_not_fit_one_rank(
+    two: list[dict[str, Any]], folder: Path, tiny_model: ModelSpec
+) -> None:
+    engine = DeepSpeedEngine(rank_spec(tiny_model))
+    engine.create("a", CREATE)
+    before = engine.digest()
+    path = folder / "two" / "2-float32" / "checkpoint"
+    with pytest.raises(BadInput, match="saved by 2 ranks and this WPG has 1"):
+        engine.load_state(wire.LoadState(path=str(path), uri="u", optimizer=True))
+    assert engine.digest() == before
+
+
+def test_an_image_of_another_process_goes_on_as_if_nothing_had_happened(
+    tiny_folder: Path, tiny_model: ModelSpec, tmp_path: Path
+) -> None:
+    """A rank dies with an open step in its slab; its successor ends the step."""
+    script = f"""
+from pathlib import Path
+from tests.engines.training import *
+from plexrl_slurm.engines.deepspeed import DeepSpeedEngine
+engine = DeepSpeedEngine(rank_spec(tiny_spec(Path({str(tiny_folder)!r})), port={free_port()}))
+engine.create("a", CREATE)
+engine.forward_backward(supervised(1, 9, 14))
+engine.optim_step(adam())
+engine.forward_backward(supervised(2, 9, 14))
+engine.save_image(Path({str(tmp_path / "slab")!r}), deployment="a", progress=(4, 0))
+import os, signal
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, cwd=ROOT, timeout=TIMEOUT_S, check=False
+    )
+    assert done.returncode == -9
+    engine = DeepSpeedEngine(rank_spec(tiny_model))
+    engine.load_image(tmp_path / "slab", deployment="a")
+    told = engine.optim_step(adam())
+    engine.forward_backward(supervised(3, 9))
+    engine.optim_step(adam())
+    successor = engine.digest()
+    undisturbed = DeepSpeedEngine(rank_spec(tiny_model))
+    undisturbed.create("a", CREATE)
+    undisturbed.forward_backward(supervised(1, 9, 14))
+    undisturbed.optim_step(adam())
+    undisturbed.forward_backward(supervised(2, 9, 14))
+    assert undisturbed.optim_step(adam()) == told
+    undisturbed.forward_backward(supervised(3, 9))
+    undisturbed.optim_step(adam())
+    assert undisturbed.digest() == successor
