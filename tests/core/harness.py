@@ -82,6 +82,7 @@ class Record:
     finished: bool | None = None
     effect: int = 0
     begun_us: int | None = None
+    ended_us: int = 0
 
 
 class World:
@@ -108,6 +109,8 @@ class World:
         self.devices = {wpg.id: Device(wpg) for wpg in wpgs}
         self.deployments: dict[DeploymentId, Deployment] = {}
         self.dropped: set[DeploymentId] = set()
+        #: What clients do once a call is answered.
+        self.waiters: dict[CallId, Callable[[], object]] = {}
         self.images: dict[DeploymentId, tuple[tuple[int, int], str]] = {}
         self.records: dict[CallId, Record] = {}
         self.truth: dict[tuple[DeploymentId, int, int], str] = {}
@@ -117,7 +120,6 @@ class World:
         self._heap: list[tuple[int, int, Callable[[], object]]] = []
         self._count = 0
         self.longest_us = {"run": 0, "move": 0}
-        self.began: list[tuple[CallId, int]] = []
         self.step_us: dict[JobId, int] = defaultdict(int)
         for wpg in wpgs:
             self.send(WpgHeld(wpg=wpg, at_us=self.now, cause=CAUSE))
@@ -179,7 +181,10 @@ class World:
                 case Finish(call=call, ok=ok):
                     record = self.records[call]
                     assert record.finished is None, f"{call} was answered twice"
-                    record.finished = ok
+                    record.finished, record.ended_us = ok, self.now
+                    waiter = self.waiters.pop(call, None)
+                    if waiter is not None:
+                        self.after(0, waiter)
                 case Charge():
                     self.charges[order.wpg].append(order)
                 case WakeAt(at_us=at_us):
@@ -227,12 +232,8 @@ class World:
             assert device.resident == deployment.id
             known = self.truth.setdefault((deployment.id, call.seq, order.part), device.state)
             assert known == device.state, f"{order} runs on a state that it must not see"
-            if record.begun_us is None and order.part == 0:
-                record.begun_us = self.now
-                self.began.append((call.id, self.now))
         if record.begun_us is None:
             record.begun_us = self.now
-            self.began.append((call.id, self.now))
         assert order.replay <= (record.finished is not None or order.part < record.effect)
         device.runs[call.id] = order
         deadly = record.deadly or self.rng.random() < self.deaths

@@ -4,10 +4,18 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from plexrl_slurm.core.ids import CauseId
-from plexrl_slurm.core.messages import WRITES, Pool
+from plexrl_slurm.core.messages import WRITES, Activity, FunctionKind, Pool, Switch
 from plexrl_slurm.core.policy import POLICIES
-from tests.core.harness import World, chain
-from tests.core.workloads import ROLLOUT, TRAIN, crowd, sampled, trained
+from tests.core.harness import MS, SECOND, World, chain
+from tests.core.workloads import (
+    ROLLOUT,
+    TRAIN,
+    crowd,
+    sample_stream,
+    sampled,
+    train_loop,
+    trained,
+)
 
 FEW = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
@@ -82,3 +90,57 @@ def test_the_same_events_give_the_same_instructions(seed: int, policy: str) -> N
             again.plan(event, CauseId("other")) if isinstance(event, int) else again.handle(event)
         )
     assert log == world.log
+
+
+@settings(FEW, max_examples=25)
+@given(seed=SEEDS, policy=NAMES, k=st.integers(2, 5), greedy=st.integers(10, 400))
+def test_nobody_waits_longer_than_the_bound(seed: int, policy: str, k: int, greedy: int) -> None:
+    world = World(seed, policy=policy, wpgs=(TRAIN, ROLLOUT), unit_us=100 * MS)
+    for job in range(1, k + 1):
+        world.after(
+            0, train_loop, world, trained(job), steps=4, micro=3, gap_us=greedy * MS,
+            pause_us=job * SECOND,
+        )  # fmt: skip
+        snapshot = sampled(job, f"snapshot-{job}")
+        world.after(0, sample_stream, world, snapshot, calls=200 // job, every_us=greedy * job * MS)
+    world.run()
+    world.close()
+    check_outcome(world)
+    longest_us = world.longest_us["run"] + world.longest_us["move"]
+    ended = {(r.call.deployment, r.call.seq): r.ended_us for r in world.records.values()}
+    for record in world.records.values():
+        call = record.call
+        ready_us = record.arrived_us
+        if call.kind is not FunctionKind.SAMPLE and call.seq:
+            ready_us = max(ready_us, ended[call.deployment, call.seq - 1])
+        assert record.begun_us is not None
+        bound_us = 2 * world.step_us[call.job] + k * longest_us + 2 * SECOND
+        assert record.begun_us - ready_us <= bound_us, f"{call.id} waited too long"
+
+
+def switches_of(policy: str) -> int:
+    world = World(7, policy=policy, wpgs=(TRAIN,))
+    for job in (1, 2):
+        world.after(
+            0, train_loop, world, trained(job), steps=10, micro=4, gap_us=80 * MS,
+            pause_us=2500 * MS,
+        )  # fmt: skip
+    world.run()
+    world.close()
+    check_outcome(world)
+    return sum(isinstance(order, Switch) for order in world.log)
+
+
+def test_the_hold_saves_the_switches_that_a_queue_without_it_pays() -> None:
+    held, thrashed = switches_of("hrrs"), switches_of("fifo")
+    assert held <= 2 * 10 + 4, "about one switch per job and step"
+    assert thrashed > 2 * held
+
+
+def test_a_job_alone_never_waits_for_anybody() -> None:
+    world = World(3, wpgs=(TRAIN,), image_every=100)
+    world.after(0, train_loop, world, trained(1), steps=5, micro=3, gap_us=80 * MS, pause_us=SECOND)
+    world.run()
+    world.close()
+    used = {charge.activity for charge in world.charges[TRAIN.id]}
+    assert used == {Activity.DOWN, Activity.IDLE, Activity.BUSY}

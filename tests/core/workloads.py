@@ -93,3 +93,33 @@ def crowd(world: World, *, trainers: int, samplers: int, steps: int, trouble: fl
                 for seq in range(rng.randint(1, 12))
             ]  # fmt: skip
             ask(world, calls, trouble=trouble, spread_us=spread_us)
+
+
+def train_loop(world: World, model: Deployment, *, steps: int, micro: int, gap_us: int,
+               pause_us: int) -> None:  # fmt: skip
+    """A client that waits for every answer: micro-steps, optim_step, publish, a long pause."""
+    kinds = [FunctionKind.CREATE]
+    for _ in range(steps):
+        kinds += [FunctionKind.FORWARD_BACKWARD] * micro
+        kinds += [FunctionKind.OPTIM_STEP, FunctionKind.PUBLISH]
+    calls = [call(model, kind, seq) for seq, kind in enumerate(kinds)]
+
+    def submit(index: int) -> None:
+        asked = calls[index]
+        if index + 1 < len(calls):
+            ends = asked.kind in (FunctionKind.PUBLISH, FunctionKind.CREATE)
+            rest = pause_us if ends else gap_us
+            delay_us = world.rng.randint(rest // 2, rest)
+            world.waiters[asked.id] = lambda: world.after(delay_us, submit, index + 1)
+        world.submit(asked)
+
+    world.place(model)
+    submit(0)
+
+
+def sample_stream(world: World, snapshot: Deployment, *, calls: int, every_us: int) -> None:
+    """A client that never lets its sampler run dry."""
+    world.place(snapshot)
+    for seq in range(calls):
+        asked = call(snapshot, FunctionKind.SAMPLE, seq, tokens=seq % 7)
+        world.after(seq * every_us, world.submit, asked)

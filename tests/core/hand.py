@@ -1,0 +1,152 @@
+"""The core fed by hand: short verbs for events, and a clock that one sets."""
+
+from collections.abc import Iterator
+
+from plexrl_slurm.core.costs import SwitchCosts
+from plexrl_slurm.core.ids import CallId, CauseId
+from plexrl_slurm.core.messages import (
+    AnyInstruction,
+    Call,
+    CallArrived,
+    CallCancelled,
+    Charge,
+    Deployment,
+    DeploymentDropped,
+    DeploymentPlaced,
+    Finish,
+    Forget,
+    Run,
+    RunEnded,
+    SaveImage,
+    Switch,
+    SwitchEnded,
+    Tick,
+    WakeAt,
+    Wpg,
+    WpgDown,
+    WpgHeld,
+    WpgUp,
+)
+from plexrl_slurm.core.policy import find_policy
+from plexrl_slurm.core.scheduler import SchedulerCore
+
+CAUSE = CauseId("test")
+SECOND = 1_000_000
+
+
+class Hand:
+    """One core, one WPG, one clock. Every verb returns what followed, charges apart."""
+
+    def __init__(self, wpg: Wpg, *, policy: str = "hrrs", image_every: int = 10) -> None:
+        self.wpg, self.now, self.policy, self.image_every = wpg, SECOND, policy, image_every
+        self.core = self.make_core()
+        self.charges: list[Charge] = []
+        self.wakes: list[int] = []
+        self.held()
+
+    def make_core(self) -> SchedulerCore:
+        return SchedulerCore(
+            find_policy(self.policy), costs=SwitchCosts(), image_every=self.image_every
+        )
+
+    def restart(self) -> None:
+        """A new core that knows nothing."""
+        self.core = self.make_core()
+        self.held()
+
+    def later(self, seconds: float) -> "Hand":
+        self.now += int(seconds * SECOND)
+        return self
+
+    def held(self) -> list[AnyInstruction]:
+        return self._then(self.core.handle(WpgHeld(wpg=self.wpg, at_us=self.now, cause=CAUSE)))
+
+    def up(
+        self, resident: Deployment | None = None, running: tuple[tuple[CallId, int], ...] = ()
+    ) -> list[AnyInstruction]:
+        name = None if resident is None else resident.id
+        event = WpgUp(wpg=self.wpg.id, resident=name, running=running, at_us=self.now, cause=CAUSE)
+        return self._then(self.core.handle(event))
+
+    def down(self, reason: str = "rank 0 died") -> list[AnyInstruction]:
+        event = WpgDown(wpg=self.wpg.id, reason=reason, at_us=self.now, cause=CAUSE)
+        return self._then(self.core.handle(event))
+
+    def place(
+        self,
+        *deployments: Deployment,
+        image: tuple[int, int] | None = None,
+        applied: tuple[int, int] = (0, 0),
+    ) -> None:
+        for deployment in deployments:
+            event = DeploymentPlaced(
+                deployment=deployment, image=image, applied=applied, at_us=self.now, cause=CAUSE
+            )
+            self._then(self.core.handle(event))
+
+    def drop(self, deployment: Deployment) -> list[AnyInstruction]:
+        event = DeploymentDropped(deployment=deployment.id, at_us=self.now, cause=CAUSE)
+        return self._then(self.core.handle(event))
+
+    def arrive(self, *calls: Call, done: bool = False) -> list[AnyInstruction]:
+        out: list[AnyInstruction] = []
+        for call in calls:
+            event = CallArrived(call=call, done=done, at_us=self.now, cause=CAUSE)
+            out += self.core.handle(event)
+        return self._then(out)
+
+    def cancel(self, call: Call) -> list[AnyInstruction]:
+        event = CallCancelled(call=call.id, at_us=self.now, cause=CAUSE)
+        return self._then(self.core.handle(event))
+
+    def end(self, call: Call, *, part: int = 0, ok: bool = True) -> list[AnyInstruction]:
+        event = RunEnded(
+            wpg=self.wpg.id, call=call.id, part=part, ok=ok, at_us=self.now, cause=CAUSE
+        )
+        return self._then(self.core.handle(event))
+
+    def switched(self, *, ok: bool = True, moved_bytes: int = 0) -> list[AnyInstruction]:
+        event = SwitchEnded(
+            wpg=self.wpg.id, ok=ok, moved_bytes=moved_bytes, at_us=self.now, cause=CAUSE
+        )
+        return self._then(self.core.handle(event))
+
+    def tick(self) -> list[AnyInstruction]:
+        return self._then(self.core.handle(Tick(at_us=self.now, cause=CAUSE)))
+
+    def work(self, *calls: Call) -> list[AnyInstruction]:
+        """Calls that arrive and end one after another, a millisecond each."""
+        out: list[AnyInstruction] = []
+        for call in calls:
+            self.arrive(call)
+            out = self.later(0.001).end(call)
+        return out
+
+    def _then(self, out: list[AnyInstruction]) -> list[AnyInstruction]:
+        out = [*out, *self.core.plan(self.now, CAUSE)]
+        self.core.check_invariants()
+        self.charges += [order for order in out if isinstance(order, Charge)]
+        self.wakes += [order.at_us for order in out if isinstance(order, WakeAt)]
+        return [order for order in out if not isinstance(order, Charge | WakeAt)]
+
+
+def short(orders: list[AnyInstruction]) -> list[str]:
+    """Instructions as words, for tables."""
+    return list(_words(orders))
+
+
+def _words(orders: list[AnyInstruction]) -> Iterator[str]:
+    for order in orders:
+        match order:
+            case Run(call=call, part=part, replay=replay):
+                yield f"{'replay' if replay else 'run'} {call}" + (f" part {part}" if part else "")
+            case Switch(outgoing=outgoing, incoming=incoming):
+                yield f"switch {outgoing or 'nothing'} -> {incoming}"
+            case SaveImage(deployment=deployment, progress=progress):
+                yield f"save {deployment} at {progress}"
+            case Finish(call=call, ok=ok, reason=reason):
+                yield f"{'finish' if ok else 'fail'} {call}" + (f": {reason}" if reason else "")
+            case Forget(deployment=deployment, progress=progress):
+                yield f"forget {deployment} below {progress}"
+            case _:
+                yield type(order).__name__
