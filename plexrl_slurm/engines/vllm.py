@@ -26,6 +26,8 @@ from plexrl_slurm.engines.vllm_extension import RANK_PID, WorkerExtension
 _EXTENSION: Final = f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}"
 #: Same file, same contents: ``(path, inode, mtime in ns, size)`` of every file.
 Key = tuple[tuple[str, int, int, int], ...]
+#: A safetensors header is never longer; the format's own limit.
+_LONGEST_HEADER: Final = 100_000_000
 #: Tensors that may be absent from a file, because another's weights are used for them.
 _TIED: Final = frozenset({"lm_head.weight"})
 
@@ -289,7 +291,7 @@ def _shapes(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
-            header = json.loads(stream.read(length))
+            header = json.loads(stream.read(min(length, _LONGEST_HEADER)))
         header.pop("__metadata__", None)
         end = max(entry["data_offsets"][1] for entry in header.values())
         shapes = [(name, tuple(entry["shape"])) for name, entry in header.items()]

@@ -39,26 +39,25 @@ def _tensors(paths: Sequence[str]) -> Iterator[tuple[str, Any]]:
                 yield name, file.get_tensor(name)
 
 
-def _end_with(rank: int, creator: int) -> None:
+def _end_with(rank: int) -> None:
     """Wait until process ``rank`` has ended, then end this one and the engine between them."""
     with suppress(ProcessLookupError):  # it ended before we looked
         poll = select.poll()
         poll.register(os.pidfd_open(rank), select.POLLIN)
         poll.poll()
-    if creator != rank:
+    # Asked only now: it is not known yet while a spawned process imports its main module.
+    creator = multiprocessing.parent_process()
+    if creator is not None and creator.pid is not None and creator.pid != rank:
         with suppress(ProcessLookupError):
-            os.kill(creator, signal.SIGKILL)
+            os.kill(creator.pid, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _watch_rank() -> None:
     rank = int(os.environ.get(RANK_PID, "0"))
-    creator = multiprocessing.parent_process()
-    if rank and creator is not None and creator.pid is not None:
-        watcher = threading.Thread(
-            target=_end_with, args=(rank, creator.pid), name="plexrl-watch-rank", daemon=True
-        )
-        watcher.start()
+    if rank not in (0, os.getpid()):
+        watch = threading.Thread(target=_end_with, args=(rank,), name="watch-rank", daemon=True)
+        watch.start()
 
 
 _watch_rank()
