@@ -57,7 +57,9 @@ def decisions_us(policy: str, waiters: int) -> tuple[float, float]:
         )
         core.handle(DeploymentPlaced(deployment=deployment, at_us=0, cause=CAUSE))
         ask(job, 0)
-    at_us, plans, functions, spent = 0, [], [], 0
+    at_us, spent = 0, 0
+    plans: list[int] = []
+    functions: list[int] = []
     while len(functions) < DECISIONS:
         begin = perf_counter_ns()
         todo = core.plan(at_us, CAUSE)

@@ -176,6 +176,7 @@ def _placed(books: Books, lane: Lane, event: DeploymentPlaced) -> None:
             last_job=deployment.job,
         )
     tenant.members[deployment.id] = deployment
+    tenant.image_bytes = max(tenant.image_bytes, deployment.image_bytes)
     books.homes[deployment.id] = (lane, tenant)
     books.count(deployment, 1)
 

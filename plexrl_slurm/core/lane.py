@@ -27,6 +27,8 @@ class Tenant:
 
     key: str
     members: dict[DeploymentId, Deployment] = field(default_factory=dict)
+    #: Bytes that one way of a switch moves.
+    image_bytes: int = 0
     #: Order of calls of a training deployment; ``None`` for a sampled one.
     program: Program | None
     #: Waiting samples, oldest first.
@@ -52,11 +54,6 @@ class Tenant:
     def dirty(self) -> bool:
         """Whether its device state is in no image."""
         return self.program is not None and self.program.dirty and not self.program.broken
-
-    @property
-    def image_bytes(self) -> int:
-        """Bytes that one way of a switch moves."""
-        return max((member.image_bytes for member in self.members.values()), default=0)
 
     def head(self) -> Entry | None:
         """The call that has waited longest."""

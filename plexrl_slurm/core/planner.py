@@ -79,11 +79,12 @@ class Planner:
     def _candidate(self, lane: Lane, tenant: Tenant) -> Candidate:
         books, now_us, head = self.books, lane.now_us, tenant.head()
         if head is None:
-            job, weight, kind, waited_us = tenant.last_job, 0, None, 0
+            job, kind, waited_us = tenant.last_job, None, 0
             weight = max(m.priority for m in tenant.members.values() if m.job == job)
         else:
-            job, kind, waited_us = head.call.job, head.call.kind, now_us - tenant.since_us()
-            weight = tenant.members[head.call.deployment].priority
+            call = head.call
+            job, kind, waited_us = call.job, call.kind, now_us - tenant.since_us()
+            weight = tenant.members[call.deployment].priority
         phase = lane.phase(tenant, job)
         kind = kind or phase.last_kind or FunctionKind.SAMPLE
         resident = tenant is lane.resident
@@ -115,9 +116,14 @@ class Planner:
             self._serve(lane, lane.owed, cause, out)
             return
         lane.owed = None
+        if not lane.waiting:
+            self._save_if_due(lane, self.image_every, cause, out)
+            return
+        if lane.resident is not None and self._alone_in_line(lane, lane.resident):
+            self._serve(lane, lane.resident, cause, out)
+            return
         chosen = self.choose(lane)
         if chosen is None:
-            self._save_if_due(lane, self.image_every, cause, out)
             return
         choice, tenant = chosen
         if choice.winner.virtual:
@@ -130,15 +136,23 @@ class Planner:
         resident = lane.resident
         if resident is None or lane.trains():
             return
-        if len(lane.waiting) == (resident.key in lane.waiting):
-            lane.leaving = False
+        alone = not lane.waiting or self._alone_in_line(lane, resident)
+        lane.leaving = lane.leaving and not alone
         if lane.leaving or not resident.samples:
+            return
+        if alone:
+            self._admit(lane, resident, cause, out)
             return
         chosen = self.choose(lane)
         if chosen is not None and chosen[1] is not resident:
             lane.leaving = True
             return
         self._admit(lane, resident, cause, out)
+
+    @staticmethod
+    def _alone_in_line(lane: Lane, tenant: Tenant) -> bool:
+        """Nobody else waits: the usual case, in which nothing is to be weighed."""
+        return len(lane.waiting) == 1 and tenant.key in lane.waiting
 
     def _serve(self, lane: Lane, tenant: Tenant, cause: CauseId, out: list[AnyInstruction]) -> None:
         resident, program = lane.resident, tenant.program

@@ -13,9 +13,9 @@ from plexrl_slurm.core.errors import BadInput
 from plexrl_slurm.core.ids import JobId
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen: built at every decision, and that is slow
 class Candidate:
-    """One deployment (or content) that wants the WPG."""
+    """One deployment (or content) that wants the WPG. A value: nobody changes one."""
 
     key: str
     #: Of the call that has waited longest.
