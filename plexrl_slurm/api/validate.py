@@ -36,14 +36,14 @@ class Loss:
     wide: bool = False
 
 
-_POLICY: Final = ("logprobs", "advantages")
+_POLICY: Final = Loss(needs=("logprobs", "advantages"), may_have=("mask", "weights"))
 LOSSES: Final[Mapping[str, Loss]] = {
-    "cross_entropy": Loss(may_have=("weights",), wide=True),
-    "importance_sampling": Loss(needs=_POLICY),
-    "ppo": Loss(needs=_POLICY),
-    "cispo": Loss(needs=_POLICY),
-    "dro": Loss(needs=_POLICY),
-    "gspo": Loss(needs=_POLICY, may_have=("sequence_ratio_mask",)),
+    "cross_entropy": Loss(may_have=("weights", "mask"), wide=True),
+    "importance_sampling": _POLICY,
+    "ppo": _POLICY,
+    "cispo": _POLICY,
+    "dro": _POLICY,
+    "gspo": Loss(needs=(*_POLICY.needs, "sequence_ratio_mask"), may_have=_POLICY.may_have),
 }
 
 
@@ -113,7 +113,7 @@ def _datum(index: int, datum: wire.Datum, loss_fn: str, loss: Loss) -> wire.Datu
                 f"{list(targets.shape)}; they must agree"
             )
         inputs[name] = _as(array, "int64" if name == "target_tokens" else "float32")
-    if "weights" in loss.may_have and "weights" not in inputs:
+    if loss_fn == "cross_entropy" and "weights" not in inputs:
         inputs["weights"] = wire.Array.of(np.ones(targets.shape, np.float32))
     return wire.Datum(tokens=datum.tokens, inputs=inputs)
 

@@ -80,6 +80,7 @@ class FakeService:
         #: What ran, in order: ``(model_id, seq_id, name of the body's class)``.
         self.ran: list[tuple[str, int, str]] = []
         self.sampled: list[tuple[wire.Sample | wire.Doomed, bool]] = []
+        self.polled: list[str] = []
         self.cancelled: list[str] = []
         self.asked: list[tuple[str, object]] = []
         #: While set, samples stay pending with this reason.
@@ -367,6 +368,7 @@ class FakeService:
         call = self.calls.get(CallId(request_id))
         if call is None or call.job != who.job:
             raise NotFound("call", request_id)
+        self.polled.append(request_id)
         try:
             await asyncio.wait_for(call.ended.wait(), wait_s)
         except TimeoutError:

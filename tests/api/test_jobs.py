@@ -76,14 +76,16 @@ def test_a_token_works_on_both_ends_as_key_or_bearer(api: Api) -> None:
         for http in (tcp, unix):
             nodes = http.get("/plexrl/v1/nodes").json()
             assert (nodes["job"], nodes["uid"], nodes["admin"]) == (1, 1001, False)
-            drain = http.post("/plexrl/v1/drain", json={"on": True})
-            assert drain.status_code == 403
-            assert drain.json()["exit_code"] == 77
+            for path, body in (("drain", {"on": True}), ("release", {})):
+                answer = http.post(f"/plexrl/v1/{path}", json=body)
+                assert answer.status_code == 403
+                assert answer.json()["exit_code"] == 77
 
 
-def test_the_service_user_may_drain(api: Api) -> None:
+def test_the_service_user_may_drain_and_release(api: Api) -> None:
     with api.unix() as http:
         assert http.post("/plexrl/v1/drain", json={"on": True}).json() == {"draining": True}
+        assert "released" in http.post("/plexrl/v1/release", json={}).json()
 
 
 def test_nobody_is_let_in_by_tcp_without_a_key(api: Api) -> None:

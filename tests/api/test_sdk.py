@@ -60,7 +60,8 @@ def test_forward_asks_for_no_gradients(api: Api, trainer: Any) -> None:
 
 def test_a_policy_loss_gets_its_inputs(trainer: Any) -> None:
     for loss in ("importance_sampling", "ppo", "cispo", "dro", "gspo"):
-        output = trainer.forward_backward([datum(4, 5, **POLICY)], loss).result(WAIT)
+        more = {"sequence_ratio_mask": [1.0, 1.0]} if loss == "gspo" else {}
+        output = trainer.forward_backward([datum(4, 5, **POLICY, **more)], loss).result(WAIT)
         assert logprobs(output) == [-0.5, 0.0]
 
 
