@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, insert, select, update
+from sqlalchemy import ColumnElement, Select, bindparam, insert, select, update
 from sqlalchemy.orm import Session
 
 from plexrl_slurm.core.errors import NotFound
@@ -12,6 +12,11 @@ from plexrl_slurm.db.models import DeploymentRow, DeploymentState, ImageRow, Ses
 from plexrl_slurm.db.upsert import insert_once, table_of
 
 SESSIONS, DEPLOYMENTS, IMAGES = (table_of(row) for row in (SessionRow, DeploymentRow, ImageRow))
+_APPLIED = (
+    update(DEPLOYMENTS)
+    .where(DEPLOYMENTS.c.id == bindparam("deployment"))
+    .values(applied_seq=bindparam("new_seq"), applied_part=bindparam("new_part"))
+)
 
 
 # ---- sessions -----------------------------------------------------------------------------
@@ -147,7 +152,7 @@ def placed_deployments(session: Session) -> list[DeploymentRow]:
 def set_applied(session: Session, deployment_id: DeploymentId, progress: tuple[int, int]) -> None:
     """Progress that has taken effect. Called in the transaction that ends a call."""
     seq, part = progress
-    _change(session, deployment_id, applied_seq=seq, applied_part=part)
+    session.execute(_APPLIED, {"deployment": deployment_id, "new_seq": seq, "new_part": part})
 
 
 def drop_deployment(session: Session, deployment_id: DeploymentId, *, now_us: int) -> bool:

@@ -6,7 +6,7 @@ Every verb runs inside the caller's transaction, and adds a line to the job's st
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import insert, select, update
+from sqlalchemy import bindparam, insert, select, update
 from sqlalchemy.orm import Session
 
 from plexrl_slurm.core.errors import Denied, InvalidTransition, NotFound
@@ -18,6 +18,31 @@ from plexrl_slurm.db.upsert import table_of
 JOBS, EVENTS = table_of(JobRow), table_of(JobEventRow)
 #: Rows come as they are in the database now, not as this session once saw them.
 _FRESH: Mapping[str, Any] = {"populate_existing": True, "synchronize_session": False}
+
+_FIRST = (
+    select(JOBS.c.id)
+    .where(
+        JOBS.c.partition == bindparam("in_partition"),
+        JOBS.c.state == JobState.PENDING,
+        JOBS.c.slurm_id.is_not(None),
+    )
+    .order_by(JOBS.c.priority.desc(), JOBS.c.id)
+    .limit(1)
+    .with_for_update(skip_locked=True)  # SQLite has no row locks; its writer lock serves
+    .scalar_subquery()
+)
+_CLAIM = (
+    update(JOBS)
+    .where(JOBS.c.id == _FIRST, JOBS.c.state == JobState.PENDING)
+    .values(
+        state=JobState.ADMITTED,
+        owner=bindparam("new_owner"),
+        lease_until_us=bindparam("new_lease_us"),
+        admitted_us=bindparam("now_us"),
+        reason="",
+    )
+    .returning(*JOBS.c)
+)
 
 
 def submit(
@@ -80,38 +105,17 @@ def claim(
 ) -> JobRow | None:
     """Take the first claimable job for ``owner``, or ``None``; safe among many daemons.
 
-    Called by intake. The order is priority, then age.
+    Called by intake. The order is priority, then age. The story gets no line: while a
+    partition is full, a job is claimed and given back many times.
     """
-    first = (
-        select(JOBS.c.id)
-        .where(
-            JOBS.c.partition == partition,
-            JOBS.c.state == JobState.PENDING,
-            JOBS.c.slurm_id.is_not(None),
-        )
-        .order_by(JOBS.c.priority.desc(), JOBS.c.id)
-        .limit(1)
-        .with_for_update(skip_locked=True)  # SQLite has no row locks; its writer lock serves
-        .scalar_subquery()
-    )
-    take = (
-        update(JobRow)
-        .where(JobRow.id == first, JobRow.state == JobState.PENDING)
-        .values(
-            state=JobState.ADMITTED,
-            owner=owner,
-            lease_until_us=now_us + lease_us,
-            admitted_us=now_us,
-            reason="",
-            obstacles=[],
-        )
-        .returning(JobRow)
-        .execution_options(**_FRESH)
-    )
-    row = session.scalars(take).one_or_none()
-    if row is not None:
-        note(session, JobId(row.id), at_us=now_us, kind="claimed", text=f"by {owner}")
-    return row
+    given = {
+        "in_partition": partition,
+        "new_owner": owner,
+        "new_lease_us": now_us + lease_us,
+        "now_us": now_us,
+    }
+    taken = session.execute(_CLAIM, given).mappings().one_or_none()
+    return None if taken is None else JobRow(**taken)
 
 
 def unclaim(
@@ -190,15 +194,17 @@ def set_obstacles(
     session: Session, job_id: JobId, *, obstacles: Sequence[str], now_us: int
 ) -> None:
     """Every reason why the job cannot be placed; the story gets a line when they change."""
-    if list(obstacles) == get(session, job_id).obstacles:
-        return
+    before = get(session, job_id).obstacles
     _set(session, job_id, obstacles=list(obstacles), reason=obstacles[0] if obstacles else "")
-    note(session, job_id, at_us=now_us, kind="obstacles", text="; ".join(obstacles) or "none")
+    if list(obstacles) != before:
+        note(session, job_id, at_us=now_us, kind="obstacles", text="; ".join(obstacles) or "none")
 
 
 def start(session: Session, job_id: JobId, *, owner: str, now_us: int) -> None:
     """Its controller runs. Denied to a daemon that has lost the job to another one."""
-    _step(session, job_id, JobState.RUNNING, owner=owner, started_us=now_us, reason="")
+    _step(
+        session, job_id, JobState.RUNNING, owner=owner, started_us=now_us, reason="", obstacles=[]
+    )
     note(session, job_id, at_us=now_us, kind="started", text="its controller runs")
 
 

@@ -55,6 +55,11 @@ def make_config(connection: Connection | None = None) -> Config:
     return config
 
 
+def is_compared(item: object, name: str | None, *_: object) -> bool:
+    """Whether Alembic compares it with the models: it cannot read a descending index."""
+    return name != "ix_jobs_claim"
+
+
 def _scripts() -> ScriptDirectory:
     return ScriptDirectory.from_config(make_config())
 

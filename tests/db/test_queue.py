@@ -98,13 +98,18 @@ def test_a_running_job_survives_an_expired_lease(session: Session) -> None:
     assert queue.get(session, job).state == JobState.RUNNING
 
 
-def test_a_claim_given_back_keeps_every_obstacle(session: Session) -> None:
+def test_a_claim_given_back_keeps_every_obstacle_and_tells_it_once(session: Session) -> None:
     job = add_job(session)
-    claim(session)
     why = ["train-0 has 1 GPU, 2 asked", "rollout-0 is down"]
-    queue.unclaim(session, job, owner="daemon-1", obstacles=why, now_us=3)
+    for now_us in (3, 4):
+        claim(session)
+        queue.unclaim(session, job, owner="daemon-1", obstacles=why, now_us=now_us)
     row = queue.get(session, job)
     assert (row.state, row.obstacles, row.reason) == (JobState.PENDING, why, why[0])
+    assert [line.at_us for line in queue.story(session, job) if line.kind == "obstacles"] == [3]
+    claim(session)
+    queue.start(session, job, owner="daemon-1", now_us=5)
+    assert queue.get(session, job).obstacles == []
 
 
 def test_the_first_end_wins(session: Session) -> None:
@@ -154,7 +159,7 @@ def test_the_story_has_a_line_for_every_step(session: Session) -> None:
     queue.set_obstacles(session, job, obstacles=["no room"], now_us=5)
     queue.finish(session, job, state=JobState.FAILED, reason="exit code 3", now_us=9)
     kinds = [line.kind for line in queue.story(session, job)]
-    assert kinds == ["submitted", "bound", "claimed", "started", "obstacles", "failed"]
+    assert kinds == ["submitted", "bound", "started", "obstacles", "failed"]
 
 
 def test_a_list_obeys_all_its_filters(session: Session) -> None:

@@ -69,9 +69,7 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("id", name="pk_jobs"),
         sa.UniqueConstraint("token_sha256", name="uq_jobs_token_sha256"),
     )
-    op.create_index(
-        "ix_jobs_partition_state_priority_id", "jobs", ["partition", "state", "priority", "id"]
-    )
+    op.create_index("ix_jobs_claim", "jobs", ["partition", "state", sa.desc("priority"), "id"])
     op.create_index("ix_jobs_slurm_id", "jobs", ["slurm_id"])
     op.create_table(
         "job_events",
