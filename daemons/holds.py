@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,15 @@ class Holds:
     async def ended(self, hold_id: str, *, at_us: int) -> None:
         """The hold was given back."""
         await self._store.run(holds.end_hold, hold_id, now_us=at_us)
+
+    def wait_for_end(self, slurm_id: str, patience_s: float) -> bool:
+        """Whether the hold ended within ``patience_s``. Blocks; for a thread."""
+        deadline = time.monotonic() + patience_s
+        while self.alive(slurm_id):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.1)
+        return True
 
     def alive(self, slurm_id: str) -> bool:
         """Whether Slurm still has it. No answer is not an end."""

@@ -195,11 +195,7 @@ class Daemon:
                 exit_code=None,
             )
         hub.stop_agents()
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + RELEASE_S
-        while hold_keeper.alive(slurm_id) and loop.time() < deadline:
-            await asyncio.sleep(0.1)
-        if hold_keeper.alive(slurm_id):
+        if not await asyncio.to_thread(hold_keeper.wait_for_end, slurm_id, RELEASE_S):
             parts.port.cancel(SlurmId(slurm_id))
         at_us = now_us()
         for wpg in list(parts.placer.wpgs):

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy.orm import Session
-
 from plexrl_slurm import wire
 from plexrl_slurm.api.service import (
     CheckpointInfo,
@@ -142,7 +140,7 @@ class TrainingCalls(ServiceBase):
 
     def _record_model(
         self,
-        session: Session,
+        session: Any,
         live: LiveDeployment,
         body: wire.Create,
         model_seq_id: int,
@@ -356,7 +354,7 @@ class TrainingCalls(ServiceBase):
 
     def _record_snapshot(
         self,
-        session: Session,
+        session: Any,
         snapshot: LiveSnapshot,
         sampler: Sampler | None,
         seq: int,
@@ -440,7 +438,7 @@ def sampler_id(session: str, model_id: str, seq: int) -> str:
     return f"{session}.e{model_id.rsplit(':', 1)[1]}.{seq}"
 
 
-def _drop_deployment(session: Session, deployment: DeploymentId, now_us: int) -> None:
+def _drop_deployment(session: Any, deployment: DeploymentId, now_us: int) -> None:
     deployments.drop_deployment(session, deployment, now_us=now_us)
 
 

@@ -142,7 +142,7 @@ Body: TypeAlias = (
 
 
 class TrainOutput(msgspec.Struct, frozen=True, tag="train"):
-    """``logprobs[i]`` float32, shaped like datum ``i``'s target tokens; metrics ``name:reduction``."""
+    """``logprobs[i]`` float32, shaped like datum ``i``'s targets; metrics ``name:reduction``."""
 
     logprobs: list[Array]
     metrics: dict[str, float]

@@ -50,7 +50,7 @@ class TrainEngine(Protocol):
         """
 
     def save_image(self, path: Path, *, deployment: str, progress: tuple[int, int]) -> int:
-        """Copy the resident deployment's whole state, open step included, into the slab at ``path``.
+        """Copy the resident's whole state, open step included, into the slab at ``path``.
 
         The slab is this rank's own; it is valid only once this returned (a torn one is refused
         by ``load_image``). Returns the bytes moved. The deployment stays resident.
