@@ -119,3 +119,13 @@ def test_a_sampler_is_waited_for_only_if_history_says_so() -> None:
     assert not phase.in_middle()
     ran(phase, estimates, SAMPLE, 1.3)
     assert phase.hold_until_us(estimates, HOLD) == int(2.3 * SECOND) + 600_000
+
+
+def test_a_phase_that_was_long_overdue_has_its_due_once_it_runs() -> None:
+    phase, estimates = Phase(job=JOB, pool=Pool.TRAIN), Estimates()
+    for at_us, waited_us in ((0, PRIOR_STEP_US), (PRIOR_STEP_US + SECOND, 0)):
+        phase.wait(FB, at_us, estimates, HOLD)
+        phase.open_step = True
+        phase.begin(at_us + PRIOR_STEP_US, estimates)
+        phase.end(FB, at_us + PRIOR_STEP_US, estimates, HOLD)
+        assert phase.waited_us == waited_us

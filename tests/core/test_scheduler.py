@@ -281,6 +281,18 @@ def test_a_stream_of_samples_stops_joining_when_another_has_waited_a_step(rollou
     assert short(rollout.switched()) == ["run t/0"]
 
 
+def test_whoever_was_brought_in_runs_before_anybody_else_is() -> None:
+    rollout = Hand(ROLLOUT, policy="fifo")
+    rollout.place(S, T)
+    rollout.up()
+    first, last = samples("t", 0, 1)
+    assert short(rollout.arrive(first)) == ["switch nothing -> t"]
+    rollout.later(1).arrive(*samples("s", 0))
+    rollout.later(1).arrive(last)
+    rollout.cancel(first)
+    assert short(rollout.switched()) == ["run t/1"], "though s has now waited longer"
+
+
 def test_a_cancelled_sample_goes_at_once(rollout: Hand) -> None:
     rollout.arrive(*samples("s", 0, 1))
     assert short(rollout.cancel(*samples("s", 1))) == ["fail s/1: cancelled"]

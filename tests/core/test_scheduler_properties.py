@@ -1,15 +1,18 @@
 """Whatever happens, in whatever order: the invariants of the architecture hold."""
 
+import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from plexrl_slurm.core.ids import CauseId
+from plexrl_slurm.core.estimates import PRIOR_STEP_US
+from plexrl_slurm.core.ids import CallId, CauseId
 from plexrl_slurm.core.messages import WRITES, Activity, FunctionKind, Pool, Switch
 from plexrl_slurm.core.policy import POLICIES
 from tests.core.harness import MS, SECOND, World, chain
 from tests.core.workloads import (
     ROLLOUT,
     TRAIN,
+    call,
     crowd,
     sample_stream,
     sampled,
@@ -17,6 +20,7 @@ from tests.core.workloads import (
     trained,
 )
 
+CREATE = FunctionKind.CREATE
 FEW = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
 )
@@ -144,3 +148,27 @@ def test_a_job_alone_never_waits_for_anybody() -> None:
     world.close()
     used = {charge.activity for charge in world.charges[TRAIN.id]}
     assert used == {Activity.DOWN, Activity.IDLE, Activity.BUSY}
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_an_endless_queue_does_not_keep_others_out(policy: str) -> None:
+    world = World(5, policy=policy, wpgs=(TRAIN, ROLLOUT), unit_us=100 * MS)
+    greedy, modest = sampled(1, "greedy"), sampled(2, "modest")
+    world.after(0, sample_stream, world, greedy, calls=700, every_us=100 * MS)
+    world.after(SECOND, sample_stream, world, modest, calls=1, every_us=0)
+    hungry, humble = trained(1), trained(2)
+    world.place(hungry)
+    for seq in range(150):
+        world.submit(call(hungry, FunctionKind.FORWARD_BACKWARD if seq else CREATE, seq))
+    world.after(SECOND, world.place, humble)
+    world.after(SECOND, world.submit, call(humble, CREATE, 0))
+    world.run()
+    world.close()
+    check_outcome(world)
+    longest_us = world.longest_us["run"] + world.longest_us["move"]
+    assert world.now > 70 * SECOND, "the greedy ones went on for much longer"
+    for name in (modest.id, humble.id):
+        record = world.records[CallId(f"{name}/0")]
+        assert record.begun_us is not None
+        waited_us = record.begun_us - record.arrived_us
+        assert waited_us <= PRIOR_STEP_US + 2 * longest_us + 2 * SECOND
