@@ -22,7 +22,7 @@ from plexrl_slurm.daemons.state import (
     Sampler,
 )
 from plexrl_slurm.db import calls, deployments, queue, snapshots, views
-from plexrl_slurm.db.models import CallRow, DeploymentRow, SnapshotState
+from plexrl_slurm.db.models import CallRow, CallState, DeploymentRow, SnapshotState
 from plexrl_slurm.logs import say
 from plexrl_slurm.transport import messages as tm
 
@@ -246,7 +246,13 @@ class Recovery:
         entries = [
             entry for entry in parts.shell.entries.values() if entry.call.deployment == live.id
         ]
-        ended = [entry.call for entry in entries if entry.ended.is_set() or entry.late]
+        # A call that failed has no effect on the state, so no replay may run it.
+        failed = {row.id for row in found.calls if row.state is CallState.FAILED}
+        ended = [
+            _doomed(entry.call) if entry.call.id in failed else entry.call
+            for entry in entries
+            if entry.ended.is_set() or entry.late
+        ]
         waiting = [entry for entry in entries if not (entry.ended.is_set() or entry.late)]
         parts.shell.place(
             training_deployment(live, job, model),

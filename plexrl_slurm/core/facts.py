@@ -50,7 +50,7 @@ def book(books: Books, event: AnyEvent) -> list[AnyInstruction]:
         case WpgReleased():
             _released(books, lane, event, out)
         case DeploymentPlaced():
-            _placed(books, lane, event)
+            _placed(books, lane, event, out)
         case DeploymentDropped():
             _dropped(books, lane, event, out)
         case CallArrived():
@@ -157,11 +157,12 @@ def _released(books: Books, lane: Lane, event: WpgReleased, out: list[AnyInstruc
 # -- deployments --------------------------------------------------------------------------
 
 
-def _placed(books: Books, lane: Lane, event: DeploymentPlaced) -> None:
+def _placed(books: Books, lane: Lane, event: DeploymentPlaced, out: list[AnyInstruction]) -> None:
     deployment = event.deployment
     known = books.homes.get(deployment.id)
     if known is not None:
         known[1].members[deployment.id] = deployment
+        _image_found(books, lane, known[1], event, out)
         return
     trains = deployment.pool is Pool.TRAIN
     key = f"train {deployment.id}" if trains else f"sample {deployment.content}"
@@ -179,6 +180,22 @@ def _placed(books: Books, lane: Lane, event: DeploymentPlaced) -> None:
     tenant.image_bytes = max(tenant.image_bytes, deployment.image_bytes)
     books.homes[deployment.id] = (lane, tenant)
     books.count(deployment, 1)
+
+
+def _image_found(
+    books: Books, lane: Lane, tenant: Tenant, event: DeploymentPlaced, out: list[AnyInstruction]
+) -> None:
+    """An agent that was started again has another image than was believed."""
+    program = tenant.program
+    if program is None or lane.up or event.image == program.image:
+        return
+    if event.image is not None and event.image > (program.image or (0, 0)):
+        # It was complete, and only its report was lost.
+        books.saved(tenant, event.image, event.cause, out)
+    else:
+        program.lost_image(event.image)
+    tenant.lose(event.cause)
+    books.settle(lane, tenant, event.cause, out)
 
 
 def _dropped(books: Books, lane: Lane, event: DeploymentDropped, out: list[AnyInstruction]) -> None:

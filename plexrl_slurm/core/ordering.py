@@ -13,6 +13,7 @@ from plexrl_slurm.core.messages import WRITES, Call, FunctionKind
 #: ``(seq, part)``: the part that comes next.
 Position: TypeAlias = tuple[int, int]
 START: Final[Position] = (0, 0)
+_NOT_CREATED: Final = "the deployment could not be created"
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -75,6 +76,8 @@ class Program:
         if seq in self.calls or (self.image is not None and seq < self.image[0]):
             return False
         self.calls[seq] = entry
+        if seq == 0 and entry.answered and not entry.effect:
+            self.broken = _NOT_CREATED
         return True
 
     def head(self) -> Entry | None:
@@ -102,7 +105,7 @@ class Program:
                 passed.append(entry)
             self.frontier = (seq + 1, 0)
             if seq == 0 and entry.effect == 0:
-                self.broken = self.broken or "the deployment could not be created"
+                self.broken = self.broken or _NOT_CREATED
         self._skip()
         return passed
 
@@ -128,7 +131,7 @@ class Program:
         seq = entry.call.seq
         self.frontier = (seq + 1, 0)
         if seq == 0:
-            self.broken = self.broken or "the deployment could not be created"
+            self.broken = self.broken or _NOT_CREATED
         self._skip()
 
     def rewind(self) -> None:
@@ -137,6 +140,13 @@ class Program:
         self.position = self.image or START
         self.dirty, self.open_step, self.steps = False, self._image_open, 0
         self._skip()
+
+    def lost_image(self, image: Position | None) -> None:
+        """Its newest image is gone; ``image`` is the one that is left."""
+        self.image = image
+        first = image[0] if image is not None else 0
+        if any(seq not in self.calls for seq in range(first, self.frontier[0])):
+            self.broken = "its state is lost: the image is gone, and calls that are in no other"
 
     def adopt(self, position: Position | None) -> None:
         """The device has the state after all: at ``position``, else as far as ``applied``."""

@@ -44,6 +44,8 @@ STEPS: Final[Mapping[tuple[Residency, Residency], str]] = {
     (Residency.RESIDENT, Residency.ABSENT): "lost before its first image",
     (Residency.HOST, Residency.RESIDENT): "found resident",
     (Residency.ABSENT, Residency.RESIDENT): "found resident",
+    (Residency.ABSENT, Residency.HOST): "its agent has an image whose report was lost",
+    (Residency.HOST, Residency.ABSENT): "its only image is gone",
 }
 
 #: Lines of a story that are kept.
