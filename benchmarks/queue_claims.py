@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import importlib.util
 import json
+import logging
 import multiprocessing
 import os
 import statistics
@@ -84,6 +85,7 @@ def fill_procrastinate(url: str, jobs: int) -> None:
     """procrastinate's schema and ``jobs`` deferred jobs."""
     import procrastinate
 
+    logging.getLogger("procrastinate").setLevel(logging.ERROR)
     app = procrastinate.App(connector=procrastinate.SyncPsycopgConnector(conninfo=url))
     task = app.task(name="bench")(_nothing)
     with app.open():
