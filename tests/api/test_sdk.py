@@ -248,7 +248,7 @@ def test_the_rest_client_lists_runs_and_checkpoints(api: Api, sdk: Any, trainer:
 
 
 def test_the_other_transport_works_too(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = {**sessions.CLIENT_CONFIG, "use_pyqwest_transport": True}
+    config = {**sessions.CLIENT_CONFIG, "use_pyqwest_transport": False}
     monkeypatch.setattr(sessions, "CLIENT_CONFIG", config)
     with tinker.ServiceClient(base_url=api.url, api_key=TOKEN_A) as sdk:
         trainer = sdk.create_lora_training_client(base_model="tiny", rank=0).result(WAIT)
