@@ -424,8 +424,10 @@ class World:
             self.send(CallCancelled(call=call, at_us=self.now, cause=CAUSE))
 
     def drop(self, name: DeploymentId) -> None:
-        if not self.daemon or name not in self.deployments:
+        if not self.daemon:
             self.after(self.unit_us, self.drop, name)
+            return
+        if name not in self.deployments:
             return
         self.dropped.add(name)
         self.send(DeploymentDropped(deployment=name, at_us=self.now, cause=CAUSE))

@@ -367,6 +367,15 @@ def test_a_call_may_be_heard_of_after_the_gang_that_runs_it(train: Hand, ended_f
         assert short(train.end(micro)) == ["finish a/1"]
 
 
+def test_a_new_daemon_knows_what_could_not_be_created(train: Hand) -> None:
+    train.restart()
+    train.place(A, applied=(1, 0))
+    train.arrive(call(A, CREATE, 0, doomed=True), done=True)
+    train.up(A)
+    reason = "the deployment could not be created"
+    assert short(train.arrive(*calls_of("a", FB, first=1))) == [f"fail a/1: {reason}"]
+
+
 def test_a_replay_that_a_daemon_left_half_done_goes_on(train: Hand) -> None:
     create, micro, optim, more = calls_of("a", CREATE, FB, OPTIM, FB)
     train.restart()
