@@ -14,7 +14,7 @@ from torch import Tensor
 
 from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import BadInput, PlexError
-from plexrl_slurm.engines.skeleton import Skeleton, dtype_name
+from plexrl_slurm.engines.skeleton import Skeleton, bytes_of, dtype_name
 from plexrl_slurm.memory import checkpoint
 from plexrl_slurm.memory.checkpoint import Manifest, RankFile
 from plexrl_slurm.memory.files import (
@@ -74,7 +74,7 @@ def _buffers(tensors: Iterable[tuple[str, Tensor]]) -> list[NamedBuffer]:
             name=name,
             dtype=dtype_name(tensor),
             shape=tuple(tensor.shape),
-            data=memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()),
+            data=bytes_of(tensor),
         )
         for name, tensor in tensors
     ]

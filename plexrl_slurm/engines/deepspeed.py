@@ -27,7 +27,7 @@ from plexrl_slurm.core.errors import BadImage, BadInput, StorageFull
 from plexrl_slurm.engines import batching, jit, losses
 from plexrl_slurm.engines.base import RankSpec
 from plexrl_slurm.engines.checkpoints import Gang, export, load, save
-from plexrl_slurm.engines.skeleton import Skeleton, copy_bytes, dtype_name, quiet
+from plexrl_slurm.engines.skeleton import Skeleton, bytes_of, copy_bytes, dtype_name, quiet
 from plexrl_slurm.memory.slab import Slab, SlabHeader, SlabTensor
 
 #: A rank that hears nothing from another for so long gives up.
@@ -41,7 +41,7 @@ class DeepSpeedEngine:
         """Join the gang: returns when all ranks are there."""
         self._spec = spec
         self._stage = int(spec.options.get("zero_stage", 2))
-        self._max_tokens = int(spec.options.get("max_tokens_per_microbatch", 8192))
+        self._max_tokens = int(spec.options.get("max_tokens_per_microbatch", 4096))
         self._share = bool(spec.options.get("prefix_sharing", True))
         if self._stage not in (1, 2):
             raise BadInput(f"zero_stage is {self._stage}; this engine has 1 and 2")
@@ -62,8 +62,11 @@ class DeepSpeedEngine:
             known = ", ".join(sorted(self._spec.models))
             raise BadInput(f"unknown model {body.base_model!r}; this WPG knows {known}")
         torch.manual_seed(body.seed)
+        before = self._skeleton
         skeleton = self._skeleton_for(model)
-        skeleton.reset(model)
+        self._deployment, self._model = "", None  # nobody's, until all is in place
+        if skeleton is before:
+            skeleton.reset(model)  # a new one has the base weights already
         self._deployment, self._model = deployment, model
         return wire.Created(parameters=skeleton.parameters)
 
@@ -138,8 +141,10 @@ class DeepSpeedEngine:
 
     def _skeleton_for(self, model: ModelSpec) -> Skeleton:
         if self._skeleton is None or self._skeleton.architecture != model.architecture:
+            if self._skeleton is not None:
+                self._skeleton.release()
             self._skeleton = None
-            gc.collect()  # DeepSpeed's engine is full of cycles; give its memory back first
+            gc.collect()  # DeepSpeed's engine is full of cycles
             self._deployment, self._model = "", None
             self._skeleton = Skeleton(model, zero_stage=self._stage)
         return self._skeleton
@@ -243,7 +248,7 @@ class DeepSpeedEngine:
         state = {**skeleton.weights(), **skeleton.masters(), **skeleton.moments()}
         for name in sorted(state):
             digest.update(name.encode())
-            digest.update(memoryview(state[name].contiguous().view(torch.uint8).numpy()))
+            digest.update(bytes_of(state[name]))
         return digest.hexdigest()
 
 
@@ -302,6 +307,9 @@ def _check_adam(body: wire.OptimStep) -> None:
 def _join(spec: RankSpec) -> None:
     """Bring up this process's group, once; a second engine in the process shares it."""
     torch.set_num_threads(max(1, len(spec.cores) // spec.world))
+    # With several threads PyTorch otherwise adds some gradients in the order they are ready.
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
     if torch.distributed.is_initialized():
         here = torch.distributed.get_world_size()
         if here != spec.world:

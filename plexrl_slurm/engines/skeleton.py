@@ -60,6 +60,15 @@ def copy_bytes(to: Tensor, source: Tensor) -> int:
     return size
 
 
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The tensor's bytes in host memory, not copied if they are there; keep the tensor alive."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return memoryview(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    # Not through numpy(): that would make the storage one that cannot be given back.
+    size = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Other people's deprecation warnings and progress reports end here."""
@@ -254,6 +263,16 @@ class Skeleton:
         """Parameters by their Hugging Face names, tied ones once."""
         for name, parameter in self.policy.model.named_parameters():
             yield name, parameter.detach()
+
+    def release(self) -> None:
+        """Give the memory back; the skeleton cannot be used any more.
+
+        DeepSpeed's hooks keep an engine alive that nobody holds, so its storages go first.
+        """
+        state = {**self.weights(), **self.masters(), **self.moments(), **self.gradients()}
+        for tensor in (*state.values(), *self._slots.values()):
+            tensor.untyped_storage().resize_(0)
+        self._engine.destroy()
 
     # -- computing ---------------------------------------------------------------------------
 

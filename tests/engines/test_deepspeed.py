@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from plexrl_slurm import wire
 from plexrl_slurm.core.catalogue import ModelSpec
@@ -17,6 +18,7 @@ from tests.engines.training import (
     PARAMETERS,
     adam,
     assert_close,
+    grpo,
     rank_spec,
     supervised,
     tiny_spec,
@@ -192,6 +194,36 @@ def test_a_full_host_tier_leaves_the_resident_and_its_old_image(
             engine.save_image(tmp_path / "slab", deployment="a", progress=(2, 0))
     assert read_header(tmp_path / "slab").progress == (1, 0)
     engine.optim_step(adam())
+
+
+def test_a_skeleton_that_makes_room_gives_its_memory_back(
+    tiny_folder: Path, tiny_model: ModelSpec
+) -> None:
+    half = replace(tiny_spec(tiny_folder, "bfloat16"), name="half")
+    engine = DeepSpeedEngine(
+        replace(rank_spec(tiny_model), models={"tiny": tiny_model, "half": half})
+    )
+    engine.create("a", CREATE)
+    engine.forward_backward(supervised(1, 10))
+    assert engine._skeleton is not None
+    held = [tensor.untyped_storage() for tensor in engine._skeleton.image().values()]
+    engine.create("b", wire.Create(base_model="half"))
+    assert [storage.nbytes() for storage in held] == [0] * len(held)
+
+
+def test_several_threads_learn_the_same_every_time(tiny_model: ModelSpec) -> None:
+    digests = set()
+    engine = DeepSpeedEngine(replace(rank_spec(tiny_model), cores=(0, 1)))
+    try:
+        for _ in range(4):
+            engine.create("a", CREATE)
+            for seed in (1, 2):
+                engine.forward_backward(grpo(seed, group=24))
+                engine.optim_step(adam())
+            digests.add(engine.digest())
+    finally:
+        torch.set_num_threads(1)
+    assert len(digests) == 1
 
 
 def test_two_architectures_take_turns_in_one_process(tiny_folder: Path, tmp_path: Path) -> None:
