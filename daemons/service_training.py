@@ -192,7 +192,7 @@ class TrainingCalls(ServiceBase):
         self.drop_deployment(live)
         call = Call(id=call_id, deployment=live.id, job=live.job, kind=FunctionKind.CREATE, seq=0)
         entry = Entry(call=call)
-        entry.resolve(wire.Saved(uri=live.id, bytes=0))
+        entry.resolve(ModelReady(model_id=live.id))
         self.shell.entries[call_id] = entry
         return call_id
 

@@ -6,7 +6,8 @@ engine would answer with a crash or garbage, is an ``AssertionError`` here.
 
 ``options`` of both: ``delay_us`` (a mapping of method names to microseconds), ``crash_on`` (a
 list of ``{"kind": method, "count": n}``: the process ends with code 9 at the n-th such call)
-and ``crash_marker`` (a file that keeps it from happening twice; the crash makes it).
+and ``crash_marker`` (a file that keeps it from happening twice; the crash makes it). With
+``clock`` a training call's metrics say when the rank began and ended it, for benchmarks.
 """
 
 import asyncio
@@ -22,6 +23,7 @@ import msgspec
 import numpy as np
 
 from plexrl_slurm import wire
+from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import BadImage, BadInput
 from plexrl_slurm.engines.base import RankSpec
@@ -130,6 +132,7 @@ class FakeTrainEngine:
 
     def forward_backward(self, body: wire.ForwardBackward) -> wire.TrainOutput:
         kind = "forward" if body.forward_only else "forward_backward"
+        started_us = now_us()
         self._enter(kind)
         state = self._resident(kind)
         targets = _check_data(body, self._spec.models[state.base_model])
@@ -141,10 +144,12 @@ class FakeTrainEngine:
             draw = _draws(state.weights, target.tobytes())
             values = [-next(draw) / 2**32 for _ in range(target.size)]
             outputs.append(np.asarray(values, dtype=np.float32).reshape(target.shape))
-        return wire.TrainOutput(
-            [wire.Array.of(output) for output in outputs],
-            {"loss:sum": -sum(float(output.sum()) for output in outputs)},
-        )
+        metrics = {"loss:sum": -sum(float(output.sum()) for output in outputs)}
+        if self._spec.options.get("clock"):
+            # Modulo 2**24, so that a float32 on the wire is exact.
+            metrics["rank_start_us:sum"] = float(started_us % 2**24)
+            metrics["rank_end_us:sum"] = float(now_us() % 2**24)
+        return wire.TrainOutput([wire.Array.of(output) for output in outputs], metrics)
 
     def optim_step(self, body: wire.OptimStep) -> wire.OptimOutput:
         self._enter("optim_step")

@@ -94,9 +94,11 @@ class Partition:
         train: Mapping[str, Any] | None = None,
         rollout: Mapping[str, Any] | None = None,
         settings: Mapping[str, Any] | None = None,
+        engines: tuple[str, str] = ("fake_train", "fake_sample"),
         model: Path,
     ) -> None:
         self.folder = folder
+        self.engines = engines
         self.host = Path("/dev/shm") / f"plexrl-test-{os.getpid()}-{folder.name}"
         self.host.mkdir(mode=0o700)
         self.config = folder / "plexrl.toml"
@@ -107,7 +109,7 @@ class Partition:
         self.slurm = LocalSlurm(self.site.jobs_dir)
         self.daemon: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
+    def start(self, *, seconds: float = 60.0) -> None:
         """Start the daemon; returns when its WPGs are up."""
         with (self.folder / "daemon.log").open("ab") as log:
             self.daemon = subprocess.Popen(
@@ -115,7 +117,8 @@ class Partition:
                 stdout=log,
                 stderr=log,
             )
-        wait_until(self._up, name=f"the partition to be up; see {self.folder / 'daemon.log'}")
+        log_file = self.folder / "daemon.log"
+        wait_until(self._up, seconds=seconds, name=f"the partition to be up; see {log_file}")
 
     def _up(self) -> bool:
         assert self.daemon is not None
@@ -232,12 +235,12 @@ backend = "local"
 
 [[wpg]]
 pool = "train"
-engine = "fake_train"
+engine = "{partition.engines[0]}"
 options = {_inline(train)}
 
 [[wpg]]
 pool = "rollout"
-engine = "fake_sample"
+engine = "{partition.engines[1]}"
 options = {_inline(rollout)}
 
 [[model]]
@@ -258,11 +261,11 @@ def _inline(value: Any) -> str:
 
 
 @contextlib.contextmanager
-def running(folder: Path, **options: Any) -> Iterator[Partition]:
+def running(folder: Path, *, seconds: float = 60.0, **options: Any) -> Iterator[Partition]:
     """A partition that is up, and gone afterwards."""
     partition = Partition(folder, **options)
     try:
-        partition.start()
+        partition.start(seconds=seconds)
         yield partition
     finally:
         partition.close()
