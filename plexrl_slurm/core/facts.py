@@ -23,7 +23,7 @@ from plexrl_slurm.core.messages import (
     WpgReleased,
     WpgUp,
 )
-from plexrl_slurm.core.ordering import Entry, Program
+from plexrl_slurm.core.ordering import START, Entry, Program
 from plexrl_slurm.core.residency import Residency, Whereabouts
 
 
@@ -114,7 +114,11 @@ def _up(books: Books, lane: Lane, event: WpgUp, out: list[AnyInstruction]) -> No
         lane.resident = resident
         resident.step(Residency.RESIDENT, event.cause)
         if resident.program is not None:
-            resident.program.adopt(None)
+            known = resident.program.applied if event.progress is None else event.progress
+            # What ended while nobody listened is in ``running``, and is told soon.
+            # A resident never lacks what its image has; that it passed a failed call counts.
+            known = max(min(known, resident.program.frontier), resident.program.image or START)
+            resident.program.adopt(known)
             lane.phase(resident, resident.last_job).open_step = resident.program.open_step
     for call, part in event.running:
         run = Running(call=call, part=part, start_us=lane.now_us)

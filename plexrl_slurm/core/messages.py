@@ -132,6 +132,9 @@ class WpgUp(Event):
     wpg: WpgId
     #: Deployment in its device memory, if any.
     resident: DeploymentId | None = None
+    #: Progress of the resident's state, if the gang knows it: while calls run again it is less
+    #: than what has been answered. ``None``: what :class:`DeploymentPlaced` said was applied.
+    progress: tuple[int, int] | None = None
     #: ``(call, part)`` that it is still working on.
     running: tuple[tuple[CallId, int], ...] = ()
 

@@ -148,9 +148,9 @@ class Program:
         if any(seq not in self.calls for seq in range(first, self.frontier[0])):
             self.broken = "its state is lost: the image is gone, and calls that are in no other"
 
-    def adopt(self, position: Position | None) -> None:
-        """The device has the state after all: at ``position``, else as far as ``applied``."""
-        self.position = self.applied if position is None else position
+    def adopt(self, position: Position) -> None:
+        """The device has the state after all, at ``position``."""
+        self.position = position
         self.frontier = max(self.frontier, self.position)
         below = self.image or START
         self.dirty, self.open_step, self.steps = False, self._image_open, 0

@@ -36,33 +36,37 @@ class SchedulerCore:
         )
         #: The tick that was asked for last and has not come.
         self._armed_us: int | None = None
+        #: It came, and nobody has looked yet whether another is needed.
+        self._rang = False
 
     def handle(self, event: AnyEvent) -> list[AnyInstruction]:
         """Book one fact."""
-        if isinstance(event, Tick) and self._armed_us is not None:
-            self._armed_us = None if event.at_us >= self._armed_us else self._armed_us
+        if isinstance(event, Tick) and self._armed_us is not None and event.at_us >= self._armed_us:
+            self._armed_us, self._rang = None, True
         return facts.book(self._books, event)
 
     def plan(self, at_us: int, cause: CauseId) -> list[AnyInstruction]:
         """Decide for every WPG that changed; a second call without events decides nothing."""
         out: list[AnyInstruction] = []
         stale, self._books.stale = self._books.stale, {}
-        wake_us: list[int] = []
         for lane in stale.values():
             if lane.wpg is None:
                 continue
             lane.clamp(at_us)
             out += self._planner.plan(lane, cause)
-        if stale:
-            wake_us = [
-                lane.kept_until_us
-                for lane in self._books.lanes.values()
-                if lane.kept_until_us is not None
-            ]
-        if wake_us and (self._armed_us is None or min(wake_us) < self._armed_us):
-            self._armed_us = min(wake_us)
-            out.append(WakeAt(at_us=self._armed_us, cause=cause))
+        if stale or self._rang:
+            self._rang = False
+            out += self._arm(cause)
         return out
+
+    def _arm(self, cause: CauseId) -> list[AnyInstruction]:
+        """Ask for a tick at the first end of a hold, unless one comes before that anyway."""
+        lanes = self._books.lanes.values()
+        ends_us = [lane.kept_until_us for lane in lanes if lane.kept_until_us is not None]
+        if not ends_us or (self._armed_us is not None and self._armed_us <= min(ends_us)):
+            return []
+        self._armed_us = min(ends_us)
+        return [WakeAt(at_us=self._armed_us, cause=cause)]
 
     def check_invariants(self) -> None:
         """Raise if the books contradict each other. For tests, and in production on demand."""

@@ -62,10 +62,20 @@ class Hand:
         return self._then(self.core.handle(WpgHeld(wpg=self.wpg, at_us=self.now, cause=CAUSE)))
 
     def up(
-        self, resident: Deployment | None = None, running: tuple[tuple[CallId, int], ...] = ()
+        self,
+        resident: Deployment | None = None,
+        running: tuple[tuple[CallId, int], ...] = (),
+        progress: tuple[int, int] | None = None,
     ) -> list[AnyInstruction]:
         name = None if resident is None else resident.id
-        event = WpgUp(wpg=self.wpg.id, resident=name, running=running, at_us=self.now, cause=CAUSE)
+        event = WpgUp(
+            wpg=self.wpg.id,
+            resident=name,
+            running=running,
+            progress=progress,
+            at_us=self.now,
+            cause=CAUSE,
+        )
         return self._then(self.core.handle(event))
 
     def down(self, reason: str = "rank 0 died") -> list[AnyInstruction]:

@@ -329,6 +329,8 @@ class World:
         self.core, self.daemon = self.make_core(), True
         self.events.clear()
         self.log.clear()
+        #: Whether the gangs know the progress of their states.
+        tells = self.rng.random() < 0.5
         for device in self.devices.values():
             booked = self.charges[device.wpg.id]
             at_us = booked[-1].stop_us if booked else SECOND
@@ -339,12 +341,16 @@ class World:
             image = self.images.get(name)
             progress = None if image is None else image[0]
             device = self.devices[deployment.wpg]
-            resident = device.resident == name and device.up
+            applied = progress or (0, 0)
+            if tells:
+                applied = max(applied, self.answered(name))
+            elif device.resident == name and device.up:
+                applied = self.applied(device)
             self.send(
                 DeploymentPlaced(
                     deployment=deployment,
                     image=progress,
-                    applied=self.applied(device) if resident else (progress or (0, 0)),
+                    applied=applied,
                     at_us=self.now,
                     cause=CAUSE,
                 )
@@ -360,6 +366,7 @@ class World:
                     WpgUp(
                         wpg=device.wpg.id,
                         resident=device.resident,
+                        progress=device.progress if tells else None,
                         running=tuple((order.call, order.part) for order in orders),
                         at_us=self.now,
                         cause=CAUSE,
@@ -367,6 +374,12 @@ class World:
                 )
                 for order, ok in ended:
                     self.answer_run(order, ok)
+
+    def answered(self, name: DeploymentId) -> tuple[int, int]:
+        """One past the last call that has an answer."""
+        mine = [r for r in self.records.values() if r.call.deployment == name]
+        last = max((r.call.seq for r in mine if r.finished is not None), default=-1)
+        return last + 1, 0
 
     def applied(self, device: Device) -> tuple[int, int]:
         """What has taken effect, as the agent or only as the daemon knows it: both must do."""

@@ -337,6 +337,21 @@ def test_the_hold_ends(train: Hand) -> None:
     assert short(train.later(2).tick()) == ["switch a -> b"]
 
 
+def test_a_tick_that_comes_before_the_end_of_a_new_hold_asks_for_another(train: Hand) -> None:
+    train.work(*calls_of("b", CREATE))
+    train.arrive(*calls_of("a", CREATE))
+    train.switched()
+    train.end(*calls_of("a", CREATE))
+    train.work(*calls_of("a", FB, first=1))
+    train.arrive(*calls_of("b", FB, first=1))
+    train.later(1.9).work(*calls_of("a", FB, first=2))
+    assert len(train.wakes) == 1, "the tick for the first hold is still to come"
+    assert train.later(0.1).tick() == []
+    assert train.wakes[1] > train.now
+    train.now = train.wakes[1]
+    assert short(train.tick()) == ["switch a -> b"]
+
+
 # -- the daemon comes back ----------------------------------------------------------------
 
 
@@ -376,13 +391,15 @@ def test_a_new_daemon_knows_what_could_not_be_created(train: Hand) -> None:
     assert short(train.arrive(*calls_of("a", FB, first=1))) == [f"fail a/1: {reason}"]
 
 
-def test_a_replay_that_a_daemon_left_half_done_goes_on(train: Hand) -> None:
+@pytest.mark.parametrize("told", ["by the gang", "when placed"])
+def test_a_replay_that_a_daemon_left_half_done_goes_on(train: Hand, told: str) -> None:
     create, micro, optim, more = calls_of("a", CREATE, FB, OPTIM, FB)
     train.restart()
-    train.place(A, applied=(1, 0))
+    gang = told == "by the gang"
+    train.place(A, applied=(3, 0) if gang else (1, 0))
     train.arrive(create, micro, optim, done=True)
     train.arrive(more)
-    assert short(train.up(A)) == ["replay a/1"]
+    assert short(train.up(A, progress=(1, 0) if gang else None)) == ["replay a/1"]
     assert short(train.end(micro)) == ["replay a/2"]
     assert short(train.end(optim)) == ["run a/3"]
 

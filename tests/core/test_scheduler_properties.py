@@ -138,7 +138,7 @@ def switches_of(policy: str) -> int:
 def test_the_hold_saves_the_switches_that_a_queue_without_it_pays() -> None:
     held, thrashed = switches_of("hrrs"), switches_of("fifo")
     assert held <= 2 * 10 + 4, "about one switch per job and step"
-    assert thrashed > 2 * held
+    assert thrashed > 1.5 * held
 
 
 def test_a_job_alone_never_waits_for_anybody() -> None:
