@@ -31,6 +31,8 @@ def steps_by_job(session: Session, jobs: Sequence[int]) -> dict[int, int]:
             CALLS.c.job_id.in_(list(jobs)),
             CALLS.c.kind == FunctionKind.OPTIM_STEP,
             CALLS.c.state == CallState.DONE,
+            # A step that was skipped, for a gradient that is not finite, says so.
+            CALLS.c.message == "",
         )
         .group_by(CALLS.c.job_id)
     )

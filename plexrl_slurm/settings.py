@@ -47,6 +47,7 @@ ENGINE_OPTIONS: Final[Mapping[str, Mapping[str, Callable[[object], object]]]] = 
         "zero_stage": as_count,
         "max_tokens_per_microbatch": as_count,
         "prefix_sharing": as_switch,
+        "model": as_name,
     },
     "vllm": {
         "device_bytes": as_bytes,

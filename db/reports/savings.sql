@@ -85,7 +85,7 @@ charged AS (
 stepped AS (
     SELECT job_id, COUNT(*) AS steps
     FROM calls
-    WHERE kind = 'optim_step' AND state = 'done'
+    WHERE kind = 'optim_step' AND state = 'done' AND message = ''
     GROUP BY job_id
 ),
 joined AS (

@@ -1,9 +1,9 @@
 -- Effective steps of each job in each UTC hour; hours without a step have no row.
--- A step is an optim_step call that is done. Dates as in usage_by_day.sql.
+-- A step is an optim_step call that is done and was not skipped. Dates as in usage_by_day.sql.
 WITH stepped AS (
     SELECT job_id, ended_us / 3600000000 AS hour, COUNT(*) AS steps
     FROM calls
-    WHERE kind = 'optim_step' AND state = 'done'
+    WHERE kind = 'optim_step' AND state = 'done' AND message = ''
     GROUP BY job_id, ended_us / 3600000000
 ),
 era AS (

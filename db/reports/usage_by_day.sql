@@ -50,7 +50,7 @@ stepped AS (
     SELECT j.partition, c.ended_us / 86400000000 AS day, COUNT(*) AS steps
     FROM calls AS c
     JOIN jobs AS j ON j.id = c.job_id
-    WHERE c.kind = 'optim_step' AND c.state = 'done'
+    WHERE c.kind = 'optim_step' AND c.state = 'done' AND c.message = ''
     GROUP BY j.partition, c.ended_us / 86400000000
 ),
 era AS (

@@ -1,5 +1,5 @@
 -- GPU time of each job by activity, effective steps, and GPU-hours per step.
--- A step is an optim_step call that is done. Idle and down time is nobody's and not in here.
+-- A step is an optim_step call that is done and was not skipped. Idle and down time is nobody's and not in here.
 WITH charged AS (
     SELECT job_id,
            SUM(CASE WHEN activity = 'busy' THEN gpu_us ELSE 0 END) AS busy,
@@ -13,7 +13,7 @@ WITH charged AS (
 stepped AS (
     SELECT job_id, COUNT(*) AS steps
     FROM calls
-    WHERE kind = 'optim_step' AND state = 'done'
+    WHERE kind = 'optim_step' AND state = 'done' AND message = ''
     GROUP BY job_id
 )
 SELECT j.partition, j.id AS job_id, j.name, j."user", j.account, j.state,

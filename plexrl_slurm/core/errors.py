@@ -37,6 +37,13 @@ class BadInput(PlexError, ValueError):
         return self.sentence
 
 
+class StepSkipped(BadInput):
+    """An optimizer step was skipped and its gradients are gone: a failure that changed state.
+
+    The caller sees it fail; a replay runs it again, because it took effect.
+    """
+
+
 class BadScript(PlexError, ValueError):
     """A batch script cannot be used."""
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from plexrl_slurm import wire
 from plexrl_slurm.core.catalogue import ModelSpec
-from plexrl_slurm.core.errors import BadImage, BadInput, StorageFull
+from plexrl_slurm.core.errors import BadImage, BadInput, StepSkipped, StorageFull
 from plexrl_slurm.engines import batching, jit, losses
 from plexrl_slurm.engines.base import RankSpec
 from plexrl_slurm.engines.checkpoints import Gang, export, load, save
@@ -53,6 +53,10 @@ class DeepSpeedEngine:
         self._deployment = ""
         self._model: ModelSpec | None = None
         self._slabs: dict[Path, Slab] = {}
+        # Built now, so that no job waits for it and no job pays for it.
+        first = str(spec.options.get("model", next(iter(spec.models), "")))
+        if first:
+            self._skeleton_for(spec.models[first])
 
     # -- whose turn it is --------------------------------------------------------------------
 
@@ -210,7 +214,7 @@ class DeepSpeedEngine:
         )
         skeleton.close_step()
         if not math.isfinite(norm):
-            raise BadInput(
+            raise StepSkipped(
                 "the gradient is not finite: this step was skipped and its gradients dropped; "
                 "weights and moments are as before"
             )

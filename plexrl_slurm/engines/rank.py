@@ -22,7 +22,7 @@ import zmq.asyncio
 from plexrl_slurm import logs, wire
 from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.catalogue import ModelSpec
-from plexrl_slurm.core.errors import BadInput, PlexError, StorageFull
+from plexrl_slurm.core.errors import BadImage, BadInput, PlexError, StepSkipped, StorageFull
 from plexrl_slurm.engines import ranklink
 from plexrl_slurm.engines.base import (
     TRAIN_ENGINES,
@@ -68,7 +68,9 @@ class TrainRank:
             moved, result, error, ok = 0, b"", "", True
             try:
                 moved, result = self._perform(order.operation)
-            except (BadInput, StorageFull) as problem:
+            except StepSkipped as problem:
+                result = wire.encode(wire.Failed(str(problem), "user"))
+            except (BadImage, BadInput, StorageFull) as problem:
                 ok, error = False, str(problem)
             self._link.send(
                 ranklink.encode(
@@ -145,8 +147,9 @@ class SampleRank:
     async def run(self) -> str | None:
         """Until told to stop (``None``) or broken (why)."""
         while True:
-            receive = asyncio.ensure_future(self._link.recv())
-            await asyncio.wait({receive, self._broken}, return_when=asyncio.FIRST_COMPLETED)
+            receive: asyncio.Future[Any] = asyncio.ensure_future(self._link.recv())
+            either: set[asyncio.Future[Any]] = {receive, self._broken}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if self._broken.done():
                 receive.cancel()
                 return self._broken.result()
@@ -165,7 +168,7 @@ class SampleRank:
         moved, result, error, ok = 0, b"", "", True
         try:
             moved, result = await self._perform(order.operation)
-        except BadInput as problem:
+        except (BadImage, BadInput) as problem:
             ok, error = False, str(problem)
         except asyncio.CancelledError:
             ok, error = False, "cancelled"

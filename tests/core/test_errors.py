@@ -20,6 +20,7 @@ from plexrl_slurm.core.errors import (
     PlexError,
     SlurmRejected,
     SlurmUnavailable,
+    StepSkipped,
     StorageFull,
     Unauthenticated,
     UnknownModel,
@@ -28,6 +29,7 @@ from tests.tree import modules
 
 EXAMPLES: list[tuple[PlexError, str]] = [
     (PlexError(), "PlexRL could not do what was asked."),
+    (StepSkipped("the gradient is not finite"), "the gradient is not finite"),
     (BadInput("max_tokens is 0: ask for at least 1"), "max_tokens is 0: ask for at least 1"),
     (BadScript("job.sh", 3, "unknown option --modle"), "job.sh:3: unknown option --modle"),
     (BadScript("job.sh", None, "the file is empty"), "job.sh: the file is empty"),
