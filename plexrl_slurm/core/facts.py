@@ -106,25 +106,25 @@ def _up(books: Books, lane: Lane, event: WpgUp, out: list[AnyInstruction]) -> No
     resident = None
     if event.resident in books.homes and books.homes[event.resident][0] is lane:
         resident = books.homes[event.resident][1]
-    for call, _ in event.running:
-        entry = books.entries.get(call)
-        if entry is not None:
-            resident = resident or books.homes[entry.call.deployment][1]
+    heard = [books.entries[call] for call, _ in event.running if call in books.entries]
+    for entry in heard:
+        resident = resident or books.homes[entry.call.deployment][1]
     if resident is not None:
         lane.resident = resident
         resident.step(Residency.RESIDENT, event.cause)
-        if resident.program is not None:
-            known = resident.program.applied if event.progress is None else event.progress
-            # What ended while nobody listened is in ``running``, and is told soon.
+        if resident.program is not None and not heard:
             # A resident never lacks what its image has; that it passed a failed call counts.
-            known = max(min(known, resident.program.frontier), resident.program.image or START)
-            resident.program.adopt(known)
-            lane.phase(resident, resident.last_job).open_step = resident.program.open_step
+            program = resident.program
+            known = program.applied if event.progress is None else event.progress
+            for entry in program.adopt(max(known, program.image or START)):
+                books.finish(entry, ok=True, reason="", cause=event.cause, out=out)
     for call, part in event.running:
         run = Running(call=call, part=part, start_us=lane.now_us)
         lane.running[call] = run
         _recognise(books, lane, run)
     if resident is not None:
+        if resident.program is not None:
+            lane.phase(resident, resident.last_job).open_step = resident.program.open_step
         books.settle(lane, resident, event.cause, out)
 
 

@@ -148,8 +148,8 @@ class Program:
         if any(seq not in self.calls for seq in range(first, self.frontier[0])):
             self.broken = "its state is lost: the image is gone, and calls that are in no other"
 
-    def adopt(self, position: Position) -> None:
-        """The device has the state after all, at ``position``."""
+    def adopt(self, position: Position) -> list[Entry]:
+        """The device has the state after all, at ``position``; calls that this answers."""
         self.position = position
         self.frontier = max(self.frontier, self.position)
         below = self.image or START
@@ -161,6 +161,11 @@ class Program:
             if seq >= below[0] and (seq, 0) < self.position and entry.effect:
                 self._changes(entry.call.kind)
         self._skip()
+        return [
+            entry
+            for seq, entry in self.calls.items()
+            if not entry.answered and (seq + 1, 0) <= self.frontier
+        ]
 
     def saved(self, progress: Position) -> list[Entry]:
         """A complete image has ``progress``; returns the entries that nobody needs any more."""

@@ -346,6 +346,12 @@ class World:
                 applied = max(applied, self.answered(name))
             elif device.resident == name and device.up:
                 applied = self.applied(device)
+            has = device.progress if device.resident == name else progress or (0, 0)
+            for record in self.records.values():
+                # Parts that only the lost device had are as if they had never been.
+                if record.call.deployment == name and record.finished is None:
+                    seq = record.call.seq
+                    record.effect = has[1] if has[0] == seq else record.effect * (has[0] > seq)
             self.send(
                 DeploymentPlaced(
                     deployment=deployment,
