@@ -57,7 +57,8 @@ class Accounting:
             kept = False
         message = result.message if isinstance(result, wire.Failed) else ""
         self._writer.add(self._finish, call.id, ok, message, kept, after=after)
-        if call.parts > 1:
+        if call.parts > 1 and ok:
+            # Of a call that failed they tell a later daemon how many parts took effect.
             self._spool.drop_result(call.id, parts=call.parts)
 
     def _finish(self, session: Any, call: CallId, ok: bool, message: str, kept: bool) -> None:

@@ -59,6 +59,8 @@ class Agent:
         self._gangs: dict[str, Gang] = {}
         self._stores: dict[str, ImageStore] = {}
         self._resident: dict[str, str] = {}
+        #: What has taken effect on the resident of each training WPG.
+        self._progress: dict[str, tuple[int, int]] = {}
         #: ``order id -> (wpg, call, part)`` of runs whose report is not acknowledged.
         self._running: dict[str, tuple[str, str, int]] = {}
         self._moving = 0
@@ -184,6 +186,7 @@ class Agent:
                         name=name,
                         state=gang.state,
                         resident=self._resident.get(name, ""),
+                        progress=self._progress.get(name, (0, 0)),
                         running=running[name],
                         incarnation=gang.incarnation,
                         pids=gang.pids,
@@ -276,9 +279,18 @@ class Agent:
         except GangLost:
             self._running.pop(order.id, None)
             return
-        if gang.trains and all(answer.ok for answer in answers):
-            self._resident[order.wpg] = order.deployment
+        if gang.trains:
+            self._took_effect(order, ok=all(answer.ok for answer in answers))
         await self._report(self._done(order.id, order.wpg, "run", answers, order.call, order.part))
+
+    def _took_effect(self, order: tm.RunOrder, *, ok: bool) -> None:
+        """Note how far the device's state is; a failed call is passed without an effect."""
+        if ok:
+            self._resident[order.wpg] = order.deployment
+        elif self._resident.get(order.wpg) != order.deployment:
+            return
+        last = not ok or order.part + 1 == order.parts
+        self._progress[order.wpg] = (order.seq + 1, 0) if last else (order.seq, order.part + 1)
 
     async def _switch(self, order: tm.SwitchOrder) -> None:
         gang = self._gangs[order.wpg]
@@ -323,6 +335,9 @@ class Agent:
                 store.abandon(slot)
         if ok:
             self._resident[order.wpg] = order.incoming
+            self._progress[order.wpg] = held.progress
+        else:
+            self._resident.pop(order.wpg, None)
         await self._report(self._done(order.id, order.wpg, "switch", answers))
 
     async def _save(self, order: tm.SaveOrder) -> None:

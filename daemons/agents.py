@@ -8,7 +8,7 @@ from typing import Any
 
 from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.ids import CallId, CauseId, DeploymentId, WpgId
-from plexrl_slurm.core.messages import Run, SaveImage, Switch, WpgDown, WpgUp
+from plexrl_slurm.core.messages import Call, Run, SaveImage, Switch, WpgDown, WpgUp
 from plexrl_slurm.daemons.shell import Shell, Weights
 from plexrl_slurm.logs import say
 from plexrl_slurm.settings import Settings
@@ -115,6 +115,7 @@ class AgentHub:
                         cause=CauseId(f"hello of {hello.agent}"),
                         wpg=WpgId(held.name),
                         resident=DeploymentId(held.resident) if held.resident else None,
+                        progress=held.progress if held.resident else None,
                         running=running,
                     )
                 )
@@ -213,7 +214,7 @@ class AgentHub:
             ),
         )
 
-    def run(self, step: Run, body: bytes, publish: str) -> None:
+    def run(self, step: Run, call: Call, body: bytes, publish: str) -> None:
         view = self.wpgs[step.wpg]
         self._post(
             view.agent,
@@ -225,6 +226,8 @@ class AgentHub:
                 call=step.call,
                 part=step.part,
                 deployment=step.deployment,
+                seq=call.seq,
+                parts=call.parts,
                 body=body,
                 publish=publish,
             ),

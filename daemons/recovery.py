@@ -246,10 +246,10 @@ class Recovery:
         entries = [
             entry for entry in parts.shell.entries.values() if entry.call.deployment == live.id
         ]
-        # A call that failed has no effect on the state, so no replay may run it.
+        # A call that failed has no effect on the state but that of its first parts, if any.
         failed = {row.id for row in found.calls if row.state is CallState.FAILED}
         ended = [
-            _doomed(entry.call) if entry.call.id in failed else entry.call
+            self._without_effect(entry.call) if entry.call.id in failed else entry.call
             for entry in entries
             if entry.ended.is_set() or entry.late
         ]
@@ -262,6 +262,12 @@ class Recovery:
         )
         for entry in sorted(waiting, key=lambda entry: entry.call.seq):
             parts.shell.submit(entry)
+
+    def _without_effect(self, call: Call) -> Call:
+        part = 0
+        while self._parts.spool.read_result(call.id, part=part) is not None:
+            part += 1
+        return replace(call, parts=part) if part else _doomed(call)
 
     def _parts_done(self, live: LiveDeployment, seq: int) -> int:
         """Parts of the first unfinished call that have ended."""

@@ -90,7 +90,7 @@ class Orders(Protocol):
 
     def switch(self, step: Switch, weights: Weights | None) -> None: ...
     def save(self, step: SaveImage) -> None: ...
-    def run(self, step: Run, body: bytes, publish: str) -> None: ...
+    def run(self, step: Run, call: Call, body: bytes, publish: str) -> None: ...
     def abort(self, wpg: WpgId, call: CallId) -> None: ...
 
 
@@ -287,7 +287,7 @@ class Shell:
     def _run(self, step: Run) -> None:
         entry = self.entries[step.call]
         if entry.sample is not None:
-            self._agents().run(step, wire.encode(entry.sample), "")
+            self._agents().run(step, entry.call, wire.encode(entry.sample), "")
             return
         data = entry.data if entry.data is not None else self._spool.read_body(step.call)
         if data is None:
@@ -300,7 +300,7 @@ class Shell:
             body = wire.encode(cut(whole, part=step.part, max_tokens=self._max_part_tokens))
         else:
             body = data
-        self._agents().run(step, body, entry.publish)
+        self._agents().run(step, entry.call, body, entry.publish)
 
     def _finish(self, step: Finish) -> None:
         entry = self.entries.get(step.call)

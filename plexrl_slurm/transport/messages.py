@@ -38,6 +38,8 @@ class WpgHeld(msgspec.Struct, frozen=True):
     #: ``starting``, ``up`` or ``down``.
     state: str
     resident: str
+    #: What has taken effect on the resident training deployment; see ``core.messages.WpgUp``.
+    progress: tuple[int, int]
     #: ``(call, part)`` begun and not ended.
     running: list[tuple[str, int]]
     #: How often the gang was started.
@@ -170,6 +172,9 @@ class RunOrder(msgspec.Struct, frozen=True, tag="run"):
     call: str
     part: int
     deployment: str
+    #: The call's place in its deployment's program.
+    seq: int
+    parts: int
     body: bytes
     #: Snapshot id of a publish; the agent chooses the file.
     publish: str = ""

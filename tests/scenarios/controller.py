@@ -12,12 +12,13 @@ from tests.scenarios.partition import Job
 
 def datum(*tokens: int) -> types.Datum:
     targets = np.array([*tokens[1:], 2], dtype=np.int64)
+    inputs: Any = {
+        "target_tokens": targets,
+        "weights": np.ones(len(targets), dtype=np.float32),
+    }
     return types.Datum(
         model_input=types.ModelInput.from_ints(list(tokens)),
-        loss_fn_inputs={
-            "target_tokens": targets,
-            "weights": np.ones(len(targets), dtype=np.float32),
-        },
+        loss_fn_inputs=inputs,
     )
 
 

@@ -1,0 +1,137 @@
+"""The local adapter: batch scripts as detached processes, known by their folders."""
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from plexrl_slurm.core.errors import SlurmRejected
+from plexrl_slurm.core.ids import SlurmId
+from plexrl_slurm.slurm.local import LocalSlurm
+from plexrl_slurm.slurm.port import ENDED, BatchJob, JobStatus, SlurmState
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> LocalSlurm:
+    return LocalSlurm(tmp_path / "local")
+
+
+@pytest.fixture
+def started(slurm: LocalSlurm) -> Iterator[list[SlurmId]]:
+    """Jobs to cancel at the end."""
+    jobs: list[SlurmId] = []
+    yield jobs
+    for job in jobs:
+        slurm.cancel(job)
+
+
+def job(tmp_path: Path, script: str, **more: object) -> BatchJob:
+    values: dict[str, object] = {
+        "name": "test",
+        "script": f"#!/bin/sh\n{script}\n",
+        "workdir": tmp_path,
+        "environment": {"PATH": os.environ["PATH"], "WHO": "me"},
+    }
+    return BatchJob(**(values | more))  # type: ignore[arg-type]
+
+
+def end_of(slurm: LocalSlurm, number: SlurmId, seconds: float = 20.0) -> JobStatus:
+    deadline = time.monotonic() + seconds
+    while (status := slurm.states([number])[number]).state not in ENDED:
+        assert time.monotonic() < deadline, status
+        time.sleep(0.02)
+    return status
+
+
+def test_a_held_job_waits_for_its_release_and_then_runs(slurm: LocalSlurm, tmp_path: Path) -> None:
+    number = slurm.submit(job(tmp_path, "echo $WHO $SLURM_JOB_ID $1", arguments=("x",)), hold=True)
+    assert slurm.states([number])[number].state is SlurmState.PENDING
+    assert slurm.states([number])[number].reason == "JobHeldUser"
+    slurm.release(number)
+    assert end_of(slurm, number) == JobStatus(state=SlurmState.COMPLETED, exit_code=0)
+    assert (tmp_path / f"slurm-{number}.out").read_text() == f"me {number} x\n"
+
+
+def test_a_second_release_does_not_run_it_twice(slurm: LocalSlurm, tmp_path: Path) -> None:
+    number = slurm.submit(job(tmp_path, "echo once", output="%x.out"), hold=True)
+    slurm.release(number)
+    end_of(slurm, number)
+    slurm.release(number)
+    time.sleep(0.2)
+    assert (tmp_path / "test.out").read_text() == "once\n"
+
+
+def test_the_exit_code_of_the_script_is_kept(slurm: LocalSlurm, tmp_path: Path) -> None:
+    number = slurm.submit(job(tmp_path, "exit 7"), hold=False)
+    assert end_of(slurm, number) == JobStatus(state=SlurmState.FAILED, exit_code=7)
+
+
+def test_a_script_whose_output_cannot_be_opened_fails(slurm: LocalSlurm, tmp_path: Path) -> None:
+    number = slurm.submit(job(tmp_path, "true", output="nowhere/x.out"), hold=False)
+    assert end_of(slurm, number) == JobStatus(state=SlurmState.FAILED, exit_code=127)
+
+
+def test_cancel_ends_the_script_and_what_it_started(slurm: LocalSlurm, tmp_path: Path) -> None:
+    script = "sleep 300 & echo $! > child; wait"
+    number = slurm.submit(job(tmp_path, script), hold=False)
+    child = tmp_path / "child"
+    deadline = time.monotonic() + 10
+    while not (child.exists() and child.read_text().strip()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    slurm.cancel(number)
+    assert end_of(slurm, number).state is SlurmState.CANCELLED
+    pid = int(child.read_text())
+    deadline = time.monotonic() + 5
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < deadline, f"{pid} lives"
+        time.sleep(0.02)
+
+
+def test_a_script_that_ignores_term_is_killed_in_the_end(
+    slurm: LocalSlurm, tmp_path: Path, started: list[SlurmId]
+) -> None:
+    number = slurm.submit(job(tmp_path, "trap '' TERM; while :; do sleep 0.1; done"), hold=False)
+    started.append(number)
+    time.sleep(0.5)
+    slurm.cancel(number)
+    assert end_of(slurm, number, 25).state is SlurmState.CANCELLED
+
+
+def test_a_held_job_that_is_cancelled_never_runs(slurm: LocalSlurm, tmp_path: Path) -> None:
+    number = slurm.submit(job(tmp_path, "touch ran"), hold=True)
+    slurm.cancel(number)
+    slurm.release(number)
+    assert slurm.states([number])[number].state is SlurmState.CANCELLED
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_time_limit_ends_a_job_as_timeout(slurm: LocalSlurm, tmp_path: Path) -> None:
+    number = slurm.submit(job(tmp_path, "sleep 300", time_limit_us=300_000), hold=False)
+    assert end_of(slurm, number).state is SlurmState.TIMEOUT
+
+
+def test_an_unknown_job_is_left_out_and_cannot_be_cancelled(slurm: LocalSlurm) -> None:
+    assert slurm.states([SlurmId("99"), SlurmId("../x")]) == {}
+    with pytest.raises(SlurmRejected, match="Invalid job id"):
+        slurm.cancel(SlurmId("99"))
+
+
+def test_numbers_are_never_given_twice(slurm: LocalSlurm, tmp_path: Path) -> None:
+    numbers = [slurm.submit(job(tmp_path, "true"), hold=True) for _ in range(5)]
+    assert numbers == ["1", "2", "3", "4", "5"]
+
+
+def test_a_job_whose_runner_was_killed_has_failed(slurm: LocalSlurm, tmp_path: Path) -> None:
+    number = slurm.submit(job(tmp_path, "sleep 1"), hold=False)
+    runner = tmp_path / "local" / number / "runner"
+    deadline = time.monotonic() + 10
+    while not runner.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(int(runner.read_text().split()[0]), 9)
+    assert end_of(slurm, number) == JobStatus(
+        state=SlurmState.FAILED, exit_code=137, reason="NodeFail"
+    )
