@@ -328,7 +328,7 @@ class Shell:
             failed = [part for part in entry.parts.values() if isinstance(part, wire.Failed)]
             if failed and not reason:
                 return failed[-1]
-            if not reason and entry.call.doomed:
+            if entry.call.doomed:  # the core knows only that it is, the body knows why
                 body = self._spool.read_body(entry.call.id)
                 doomed = wire.decode_body(body) if body is not None else None
                 if isinstance(doomed, wire.Doomed):
