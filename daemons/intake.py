@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 LOOK_S = 0.5
 #: Between two collections of abandoned things.
 COLLECT_S = 5.0
+#: `plexrl sbatch` binds its row at once; one that has not after so long was killed.
+UNBOUND_US = 120_000_000
 #: An answer that was fetched stays for a client that asks again for so long.
 FETCHED_US = 600_000_000
 
@@ -40,6 +42,9 @@ class Intake:
 
     async def run(self) -> None:
         """Claim and watch for ever."""
+        for job in list(self._parts.state.jobs.values()):
+            if not job.running:  # the daemon before may have died just before it did so
+                await self._release(job)
         while True:
             try:
                 if not self._parts.state.draining:
@@ -77,6 +82,12 @@ class Intake:
                     lease_us=LEASE_US,
                     now_us=now,
                 )
+                await self._parts.store.run(
+                    queue.drop_unbound,
+                    partition=self._parts.settings.partition,
+                    before_us=now - UNBOUND_US,
+                    now_us=now,
+                )
             except PlexError as problem:
                 if not problem.retryable:
                     raise
@@ -103,7 +114,7 @@ class Intake:
             try:
                 obstacles = parts.placer.admit(job, list(row.models))
             except ModelTooLarge as problem:
-                await asyncio.to_thread(parts.port.cancel, job.slurm_id)
+                await self._service.cancel_in_slurm(job.slurm_id)
                 await self._service.end_job(
                     job.id, state=JobState.FAILED, reason=str(problem), exit_code=None
                 )
@@ -125,11 +136,14 @@ class Intake:
         if row.token_sha256 is not None:
             parts.state.tokens[row.token_sha256] = job_id
         say(log, "job_admitted", job=job_id, slurm_id=job.slurm_id, homes=job.homes)
+        await self._release(job)
+
+    async def _release(self, job: LiveJob) -> None:
         try:
-            await asyncio.to_thread(parts.port.release, job.slurm_id)
+            await asyncio.to_thread(self._parts.port.release, job.slurm_id)
         except SlurmRejected as problem:
             await self._service.end_job(
-                job_id, state=JobState.FAILED, reason=str(problem), exit_code=None
+                job.id, state=JobState.FAILED, reason=str(problem), exit_code=None
             )
 
     async def _watch(self) -> None:

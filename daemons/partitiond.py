@@ -187,7 +187,7 @@ class Daemon:
         """End all jobs, give the hold back, close its books."""
         service = PartitionService(parts)
         for job in list(parts.state.jobs.values()):
-            await asyncio.to_thread(parts.port.cancel, job.slurm_id)
+            await service.cancel_in_slurm(job.slurm_id)
             await service.end_job(
                 job.id,
                 state=JobState.CANCELLED,
@@ -196,7 +196,7 @@ class Daemon:
             )
         hub.stop_agents()
         if not await asyncio.to_thread(hold_keeper.wait_for_end, slurm_id, RELEASE_S):
-            parts.port.cancel(SlurmId(slurm_id))
+            await service.cancel_in_slurm(SlurmId(slurm_id))
         at_us = now_us()
         for wpg in list(parts.placer.wpgs):
             parts.shell.feed(WpgReleased(at_us=at_us, cause=CauseId("released"), wpg=wpg))

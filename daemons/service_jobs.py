@@ -1,13 +1,17 @@
 """Job control: what ``plexrl sbatch``, ``squeue``, ``scancel``, ``sinfo``, ``explain`` ask for."""
 
 import asyncio
+import contextlib
 import hashlib
+import logging
+import os
 import secrets
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from plexrl_slurm.api.service import JobSubmission, Outcome, Pending, Principal
-from plexrl_slurm.core.errors import BadInput, Denied, NotFound, UnknownModel
+from plexrl_slurm.core.errors import BadInput, Denied, NotFound, SlurmRejected, UnknownModel
 from plexrl_slurm.core.ids import CallId, JobId, SlurmId
 from plexrl_slurm.core.messages import FunctionKind
 from plexrl_slurm.core.states import ENDED, JobState
@@ -17,6 +21,9 @@ from plexrl_slurm.daemons.shell import Entry
 from plexrl_slurm.daemons.state import LiveJob, LiveSession
 from plexrl_slurm.db import calls, deployments, ledger, queue
 from plexrl_slurm.db.models import CallRow, CallState, JobRow
+from plexrl_slurm.logs import say
+
+log = logging.getLogger(__name__)
 
 
 def hashed(token: str) -> str:
@@ -179,7 +186,12 @@ class PartitionService(SamplingCalls):
         }
 
     async def bind_job(self, who: Principal, job_id: JobId, *, slurm_id: str) -> dict[str, Any]:
-        await self._owned(who, job_id)
+        row = await self._owned(who, job_id)
+        status = (await asyncio.to_thread(self.port.states, [SlurmId(slurm_id)])).get(
+            SlurmId(slurm_id)
+        )
+        if status is None or status.uid not in (None, row.uid):
+            raise NotFound("Slurm job", slurm_id)
         await self.store.run(queue.bind, job_id, slurm_id=SlurmId(slurm_id), now_us=self.now_us())
         self._parts.wake_intake.set()
         return {"job_id": job_id, "slurm_id": slurm_id}
@@ -189,10 +201,17 @@ class PartitionService(SamplingCalls):
         if row.state in ENDED:
             return {"job_id": job_id, "state": str(row.state)}
         if row.slurm_id is not None:
-            await asyncio.to_thread(self.port.cancel, SlurmId(row.slurm_id))
+            await self.cancel_in_slurm(SlurmId(row.slurm_id))
         why = reason or f"cancelled by {who.user}"
         await self.end_job(job_id, state=JobState.CANCELLED, reason=why, exit_code=None)
         return {"job_id": job_id, "state": str(JobState.CANCELLED)}
+
+    async def cancel_in_slurm(self, slurm_id: SlurmId) -> None:
+        """End the Slurm job, if there is one; what Slurm refuses is in the log."""
+        try:
+            await asyncio.to_thread(self.port.cancel, slurm_id)
+        except SlurmRejected as problem:
+            say(log, "slurm_refused_to_cancel", slurm_id=slurm_id, reason=problem)
 
     async def _owned(self, who: Principal, job_id: JobId) -> JobRow:
         row = await self.store.run(queue.get, job_id)
@@ -286,9 +305,7 @@ class PartitionService(SamplingCalls):
     async def nodes(self, who: Principal) -> dict[str, Any]:
         hub = self._parts.hub
         wpgs = [view | self._agent_side(view["id"]) for view in self.shell.wpg_views()]
-        used = sum(
-            file.stat().st_size for file in self.settings.host_dir.rglob("*") if file.is_file()
-        )
+        used = await asyncio.to_thread(_bytes_below, self.settings.host_dir)
         return {
             "partition": self.settings.partition,
             "epoch": self._parts.epoch,
@@ -365,6 +382,16 @@ class PartitionService(SamplingCalls):
             raise Denied("only the service user or root may release the hold")
         self._parts.release.set()
         return {"released": self._parts.hold}
+
+
+def _bytes_below(folder: Path) -> int:
+    """What the files take; some go while they are counted."""
+    found = 0
+    for path, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                found += (Path(path) / name).lstat().st_size
+    return found
 
 
 def _states(words: Sequence[str]) -> list[JobState]:

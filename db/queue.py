@@ -100,6 +100,24 @@ def bind(session: Session, job_id: JobId, *, slurm_id: SlurmId, now_us: int) -> 
     note(session, job_id, at_us=now_us, kind="bound", text=f"Slurm job {slurm_id}")
 
 
+def drop_unbound(session: Session, *, partition: str, before_us: int, now_us: int) -> list[JobId]:
+    """End rows whose submitter went away before it could bind them. Called by the daemon's clock.
+
+    A row without a Slurm job can never run, and nobody else would ever end it.
+    """
+    asked = select(JobRow.id).where(
+        JobRow.partition == partition,
+        JobRow.state == JobState.PENDING,
+        JobRow.slurm_id.is_(None),
+        JobRow.submitted_us < before_us,
+    )
+    ids = [JobId(found) for found in session.scalars(asked)]
+    for job_id in ids:
+        cancel(session, job_id, reason="its submission was never completed", now_us=now_us)
+        close_bill(session, job_id)
+    return ids
+
+
 def claim(
     session: Session, *, partition: str, owner: str, lease_us: int, now_us: int
 ) -> JobRow | None:

@@ -1,18 +1,28 @@
 """Job control under ``/plexrl/v1``: what the CLI asks over the unix socket (docs/api.md)."""
 
-from typing import Annotated
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Path, Query, Request, Response
 
 from plexrl_slurm.api import requests as ask
 from plexrl_slurm.api.auth import Admin, Who
 from plexrl_slurm.api.border import service_of
 from plexrl_slurm.api.errors import as_json
 from plexrl_slurm.api.service import JobSubmission
+from plexrl_slurm.core.errors import BadInput
 from plexrl_slurm.core.ids import JobId
 
 router = APIRouter(prefix="/plexrl/v1")
+
+#: What a database column holds.
+_LARGEST: Final = 2**63 - 1
+#: Of a name that everybody's squeue shows.
+_LONGEST_NAME: Final = 1024
+_LONGEST_TEXT: Final = 4096
+
+JobNumber: TypeAlias = Annotated[int, Path(ge=0, le=_LARGEST)]
+Instant: TypeAlias = Annotated[int, Query(ge=0, le=_LARGEST)]
 
 
 class SubmitJob(msgspec.Struct, forbid_unknown_fields=True):
@@ -23,8 +33,8 @@ class SubmitJob(msgspec.Struct, forbid_unknown_fields=True):
     script: str
     account: str = ""
     models: list[str] = []
-    priority: int = 0
-    seed: int = 0
+    priority: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 1
+    seed: Annotated[int, msgspec.Meta(ge=0, le=_LARGEST)] = 0
     options: dict[str, str] = {}
 
 
@@ -58,19 +68,19 @@ async def submit_job(request: Request, who: Who) -> Response:
     asked = await ask.read(SubmitJob, request)
     job = JobSubmission(
         partition=asked.partition,
-        name=asked.name,
-        account=asked.account,
+        name=_plain("job name", asked.name),
+        account=_plain("account", asked.account) if asked.account else "",
         models=tuple(asked.models),
         priority=asked.priority,
         seed=asked.seed,
-        script=asked.script,
-        options=asked.options,
+        script=_shown(asked.script),
+        options={_shown(name): _shown(value) for name, value in asked.options.items()},
     )
     return as_json(await service_of(request).submit_job(who, job))
 
 
 @router.post("/jobs/{job_id}/bind")
-async def bind_job(job_id: int, request: Request, who: Who) -> Response:
+async def bind_job(job_id: JobNumber, request: Request, who: Who) -> Response:
     """Tie a job to its Slurm job."""
     asked = await ask.read(BindJob, request)
     service = service_of(request)
@@ -78,11 +88,11 @@ async def bind_job(job_id: int, request: Request, who: Who) -> Response:
 
 
 @router.post("/jobs/{job_id}/cancel")
-async def cancel_job(job_id: int, request: Request, who: Who) -> Response:
+async def cancel_job(job_id: JobNumber, request: Request, who: Who) -> Response:
     """End a job; its checkpoints stay."""
     asked = await ask.read(CancelJob, request)
     service = service_of(request)
-    return as_json(await service.cancel_job(who, JobId(job_id), reason=asked.reason))
+    return as_json(await service.cancel_job(who, JobId(job_id), reason=_shown(asked.reason)))
 
 
 @router.get("/jobs")
@@ -99,7 +109,7 @@ async def jobs(
 
 
 @router.get("/jobs/{job_id}/explain")
-async def explain_job(job_id: int, request: Request, who: Who) -> Response:
+async def explain_job(job_id: JobNumber, request: Request, who: Who) -> Response:
     """Why a job is where it is."""
     return as_json(await service_of(request).explain_job(who, JobId(job_id)))
 
@@ -111,7 +121,7 @@ async def nodes(request: Request, who: Who) -> Response:
 
 
 @router.get("/timeline")
-async def timeline(request: Request, who: Who, since_us: int, until_us: int) -> Response:
+async def timeline(request: Request, who: Who, since_us: Instant, until_us: Instant) -> Response:
     """What every WPG did in a stretch of time."""
     rows = await service_of(request).timeline(who, since_us=since_us, until_us=until_us)
     return as_json(rows)
@@ -128,3 +138,18 @@ async def drain(request: Request, who: Admin) -> Response:
 async def release(request: Request, who: Admin) -> Response:
     """End every job, give the held GPUs back, and end the daemon."""
     return as_json(await service_of(request).release(who))
+
+
+def _plain(what: str, text: str) -> str:
+    """A name as it was given; raises ``BadInput`` if other users' terminals could not show it."""
+    if not text.strip() or len(text) > _LONGEST_NAME or not text.isprintable():
+        raise BadInput(
+            f"{what} {_shown(text)[:60]!r} cannot be used: give 1 to {_LONGEST_NAME} printable "
+            f"characters, on one line"
+        )
+    return text
+
+
+def _shown(text: str) -> str:
+    """A text for people, without what would move their cursor."""
+    return "".join(each if each.isprintable() else "?" for each in text[:_LONGEST_TEXT])

@@ -4,12 +4,17 @@ Every job is a folder; everything that is known of it is in files there, so that
 submits, as the user) and the daemon (which releases, watches and cancels) need no link between
 them, and neither's end or restart touches a running job. A job runs as the uid that submitted
 it: if that is not the daemon's own, only root can release it.
+
+A job's folder belongs to its user, who may put anything there. So nothing in it is believed
+further than it can hurt that user: no link is followed, no file is read whole, and only a process
+of the folder's owner is signalled.
 """
 
 import contextlib
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -17,7 +22,11 @@ from pathlib import Path
 
 from plexrl_slurm.core.errors import SlurmRejected
 from plexrl_slurm.core.ids import SlurmId
-from plexrl_slurm.slurm.port import BatchJob, JobStatus, SlurmState
+from plexrl_slurm.slurm.port import ENDED, BatchJob, JobStatus, SlurmState
+
+#: No file that the runner writes is longer.
+_SHORT = 200
+_ENDS = frozenset(map(str, ENDED))
 
 
 class LocalSlurm:
@@ -50,44 +59,55 @@ class LocalSlurm:
         return SlurmId(str(number))
 
     def release(self, job: SlurmId) -> None:
-        """Start the job; a second release does nothing."""
+        """Start the job; another release does nothing, unless the first one was cut short."""
         folder = self._of(job)
-        if (folder / "cancelled").exists():
+        if os.path.lexists(folder / "cancelled") or os.path.lexists(folder / "runner"):
             return
-        try:
-            (folder / "released").touch(exist_ok=False)
-        except FileExistsError:
-            return
-        owner = folder.stat()
+        owner = folder.lstat()
         user: dict[str, int] = {}
         if owner.st_uid != os.geteuid():
             if os.geteuid() != 0:
-                (folder / "released").unlink()
                 raise SlurmRejected(
                     ("local release", job),
                     f"job {job} belongs to uid {owner.st_uid}; a daemon that is not root can "
                     f"only run its own user's jobs",
                 )
             user = {"user": owner.st_uid, "group": owner.st_gid}
-        with (folder / "runner.log").open("ab") as log:
-            if user:
-                os.fchown(log.fileno(), owner.st_uid, owner.st_gid)
-            process = subprocess.Popen(
+        try:
+            _mark(folder / "released")
+            process = subprocess.run(
                 [sys.executable, "-m", "plexrl_slurm.slurm.local_runner", str(folder)],
                 stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
                 start_new_session=True,
                 cwd="/",
+                check=False,
                 **user,  # type: ignore[call-overload]
             )
+        except OSError as error:
+            raise SlurmRejected(
+                ("local release", job),
+                f"uid {owner.st_uid} cannot run {error.filename or folder} "
+                f"({error.strerror}): let that user read and run it",
+            ) from error
         # The runner forks and its parent half ends at once, so nothing is left to reap.
-        process.wait()
+        if process.returncode != 0:
+            raise SlurmRejected(
+                ("local release", job),
+                f"the runner of job {job} did not start (exit code {process.returncode}): "
+                f"see whether uid {owner.st_uid} can import plexrl_slurm and write in {folder}",
+            )
 
     def cancel(self, job: SlurmId) -> None:
         """TERM the job's processes, KILL what is left after a moment (the runner sees to that)."""
         folder = self._of(job)
-        (folder / "cancelled").touch()
+        try:
+            _mark(folder / "cancelled")
+        except OSError as error:
+            raise SlurmRejected(
+                ("local cancel", job), f"{error.filename}: {error.strerror}"
+            ) from error
         if (pid := self._runner(folder)) is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
@@ -97,7 +117,7 @@ class LocalSlurm:
         return {job: self._state(self._folder / job) for job in jobs if self._exists(job)}
 
     def _exists(self, job: SlurmId) -> bool:
-        return job.isdigit() and (self._folder / job / "job.json").exists()
+        return job.isascii() and job.isdigit() and _is_folder(self._folder / job)
 
     def _of(self, job: SlurmId) -> Path:
         if not self._exists(job):
@@ -105,30 +125,41 @@ class LocalSlurm:
         return self._folder / job
 
     def _state(self, folder: Path) -> JobStatus:
-        if (folder / "exit").exists():
-            word, _, code = (folder / "exit").read_text().partition(" ")
-            return JobStatus(state=SlurmState(word), exit_code=int(code))
-        if self._runner(folder) is not None:
-            return JobStatus(state=SlurmState.RUNNING)
-        if (folder / "exit").exists():  # it ended between the two looks
-            return self._state(folder)
-        if (folder / "runner").exists():
-            return JobStatus(state=SlurmState.FAILED, exit_code=137, reason="NodeFail")
-        if (folder / "cancelled").exists():
-            return JobStatus(state=SlurmState.CANCELLED, exit_code=0)
-        held = not (folder / "released").exists()
-        return JobStatus(state=SlurmState.PENDING, reason="JobHeldUser" if held else "None")
+        try:
+            uid = folder.lstat().st_uid
+            # In this order: a runner that is seen to be gone has written its exit before.
+            begun = os.path.lexists(folder / "runner")
+            alive = self._runner(folder) is not None
+            ended = _short(folder / "exit")
+            cancelled = os.path.lexists(folder / "cancelled")
+            held = not os.path.lexists(folder / "released")
+        except OSError as error:
+            return JobStatus(state=SlurmState.UNSURE, reason=error.strerror or "")
+        if ended is not None:
+            word, _, code = ended.strip().partition(" ")
+            if word in _ENDS and code.isascii() and code.isdigit():
+                return JobStatus(state=SlurmState(word), exit_code=int(code), uid=uid)
+            return JobStatus(state=SlurmState.FAILED, exit_code=137, reason="BadExit", uid=uid)
+        if alive:
+            return JobStatus(state=SlurmState.RUNNING, uid=uid)
+        if begun:
+            return JobStatus(state=SlurmState.FAILED, exit_code=137, reason="NodeFail", uid=uid)
+        if cancelled:
+            return JobStatus(state=SlurmState.CANCELLED, exit_code=0, uid=uid)
+        reason = "JobHeldUser" if held else "None"
+        return JobStatus(state=SlurmState.PENDING, reason=reason, uid=uid)
 
     def _runner(self, folder: Path) -> int | None:
         """Pid of the living runner."""
         try:
-            pid, started = (folder / "runner").read_text().split()
-            stat = Path(f"/proc/{pid}/stat").read_text()
+            pid, started = (_short(folder / "runner") or "").split()
+            process = Path("/proc") / str(int(pid))
+            fields = (process / "stat").read_text().rsplit(")", 1)[1].split()
+            owned = process.stat().st_uid == folder.lstat().st_uid
         except (OSError, ValueError):
             return None
-        fields = stat.rsplit(")", 1)[1].split()
         alive = fields[19] == started and fields[0] != "Z"
-        return int(pid) if alive else None
+        return int(pid) if alive and owned else None
 
     def _new_folder(self) -> tuple[int, Path]:
         taken = [int(path.name) for path in self._folder.iterdir() if path.name.isdigit()]
@@ -152,3 +183,34 @@ def _write(path: Path, text: str) -> None:
     part.touch(mode=0o600)
     part.write_text(text, encoding="utf-8")
     part.rename(path)
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return stat.S_ISDIR(path.lstat().st_mode) and os.path.lexists(path / "job.json")
+    except OSError:
+        return False
+
+
+def _mark(path: Path) -> None:
+    """Make an empty file, unless there is one."""
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+
+
+def _short(path: Path) -> str | None:
+    """The text of a small regular file; ``None`` if there is none."""
+    try:
+        end = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    except OSError:
+        return ""
+    try:
+        return os.read(end, _SHORT).decode(errors="replace") if _is_file(end) else ""
+    finally:
+        os.close(end)
+
+
+def _is_file(descriptor: int) -> bool:
+    return stat.S_ISREG(os.fstat(descriptor).st_mode)

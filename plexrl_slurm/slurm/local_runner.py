@@ -6,6 +6,7 @@ KILL on cancel, exit code.
 """
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -17,14 +18,28 @@ from typing import Any
 
 #: Between TERM and KILL of a cancelled job, as Slurm's KillWait.
 KILL_WAIT_S = 10.0
+#: Longer limits than the timer can hold are none.
+LONGEST_S = 1e9
+#: prctl: orphans of the script become the runner's children.
+_SET_CHILD_SUBREAPER = 36
 
 
 def main(folder: Path) -> int:
-    """Fork away, run the script, write ``exit``."""
+    """Fork away, run the script, write ``exit``. A second runner of a job does nothing."""
+    log = os.open(folder / "runner.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     if os.fork():
         return 0
+    os.dup2(log, 1)
+    os.dup2(log, 2)
     fields = Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()
-    _write(folder / "runner", f"{os.getpid()} {fields[19]}\n")
+    mine = folder / f"runner.{os.getpid()}"
+    mine.write_text(f"{os.getpid()} {fields[19]}\n", encoding="utf-8")
+    try:
+        (folder / "runner").hardlink_to(mine)
+    except FileExistsError:
+        return 0
+    finally:
+        mine.unlink()
     facts = json.loads((folder / "job.json").read_text(encoding="utf-8"))
     state, code = run(folder, facts)
     _write(folder / "exit", f"{state} {code}\n")
@@ -41,6 +56,7 @@ def run(folder: Path, facts: dict[str, Any]) -> tuple[str, int]:
         "SLURM_SUBMIT_DIR": facts["workdir"],
     }
     workdir = Path(facts["workdir"])
+    ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
         output = (workdir / facts["output"]).open("wb", buffering=0)
         error = output if facts["error"] is None else (workdir / facts["error"]).open("wb")
@@ -73,12 +89,13 @@ def run(folder: Path, facts: dict[str, Any]) -> tuple[str, int]:
     signal.signal(signal.SIGTERM, cancelled)
     if facts["time_limit_us"] is not None:
         signal.signal(signal.SIGALRM, timed_out)
-        signal.setitimer(signal.ITIMER_REAL, facts["time_limit_us"] / 1e6)
+        signal.setitimer(signal.ITIMER_REAL, min(facts["time_limit_us"] / 1e6, LONGEST_S))
     if why:
         _kill(child.pid, signal.SIGTERM)
     code = child.wait()
     signal.setitimer(signal.ITIMER_REAL, 0)
-    _kill(child.pid, signal.SIGKILL)  # whatever the script left behind
+    _kill(child.pid, signal.SIGKILL)
+    _reap()
     code = 128 - code if code < 0 else code
     return why or ("COMPLETED" if code == 0 else "FAILED"), code
 
@@ -86,6 +103,17 @@ def run(folder: Path, facts: dict[str, Any]) -> tuple[str, int]:
 def _kill(group: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, number)
+
+
+def _reap() -> None:
+    """End whatever the script left behind, in sessions of its own too."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    while pids := children.read_text().split():
+        for pid in map(int, pids):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
 
 
 def _write(path: Path, text: str) -> None:

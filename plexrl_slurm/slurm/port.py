@@ -36,6 +36,8 @@ class JobStatus:
     exit_code: int | None = None
     #: Slurm's Reason of a pending job.
     reason: str = ""
+    #: Whose job it is; ``None`` where the adapter cannot tell.
+    uid: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +65,7 @@ class SlurmPort(Protocol):
         """Queue ``job`` as the calling user; with ``hold`` it waits for :meth:`release`."""
 
     def release(self, job: SlurmId) -> None:
-        """Let a held job start."""
+        """Let a held job start; harmless if it has started."""
 
     def cancel(self, job: SlurmId) -> None:
         """End it, whatever it does; harmless if it has ended."""

@@ -29,8 +29,8 @@ def test_a_user_submits_binds_explains_and_cancels(api: Api) -> None:
         bound = http.post("/plexrl/v1/jobs/7/bind", json={"slurm_id": "42"})
         assert bound.json() == {"job_id": 7, "slurm_id": "42"}
         assert http.get("/plexrl/v1/jobs/7/explain").json() == {"job_id": 7, "obstacles": []}
-        cancelled = http.post("/plexrl/v1/jobs/7/cancel", json={"reason": "enough"})
-        assert cancelled.json() == {"job_id": 7, "reason": "enough"}
+        cancelled = http.post("/plexrl/v1/jobs/7/cancel", json={"reason": "enough\x1b[2J"})
+        assert cancelled.json() == {"job_id": 7, "reason": "enough?[2J"}
 
 
 def test_lists_take_their_filters_from_the_query(api: Api) -> None:
@@ -41,6 +41,9 @@ def test_lists_take_their_filters_from_the_query(api: Api) -> None:
         span = http.get("/plexrl/v1/timeline?since_us=1&until_us=2").json()
         assert span == [{"since_us": 1, "until_us": 2}]
         assert http.get("/plexrl/v1/timeline").status_code == 400
+        beyond = http.get(f"/plexrl/v1/timeline?since_us=0&until_us={2**63}")
+        assert (beyond.status_code, "until_us" in beyond.json()["error"]) == (400, True)
+        assert http.get(f"/plexrl/v1/jobs/{2**63}/explain").status_code == 400
         assert http.get("/plexrl/v1/nodes").json()["uid"] == os.getuid()
 
 
@@ -52,6 +55,14 @@ def test_lists_take_their_filters_from_the_query(api: Api) -> None:
         pytest.param({"name": "no database"}, 503, 75, "it is locked", id="database down"),
         pytest.param({"nme": "typo"}, 400, 65, "nme", id="unknown field"),
         pytest.param({"seed": "x"}, 400, 65, "seed", id="wrong type"),
+        pytest.param({"seed": 2**63}, 400, 65, "seed", id="seed too large for the database"),
+        pytest.param({"priority": 1001}, 400, 65, "priority", id="priority above everybody's"),
+        pytest.param({"priority": 0}, 400, 65, "priority", id="no priority"),
+        pytest.param({"name": "a\nb"}, 400, 65, "job name 'a?b'", id="name of two lines"),
+        pytest.param({"name": "\x1b[2J"}, 400, 65, "printable", id="name that clears screens"),
+        pytest.param({"name": "x" * 2000}, 400, 65, "1 to 1024", id="endless name"),
+        pytest.param({"name": " "}, 400, 65, "job name", id="blank name"),
+        pytest.param({"account": "a\0"}, 400, 65, "account", id="NUL in the account"),
     ],
 )
 def test_a_refused_submission_says_why_and_how_to_exit(

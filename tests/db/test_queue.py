@@ -26,6 +26,15 @@ def test_the_most_urgent_bound_job_is_claimed_once(session: Session) -> None:
     assert (taken[0].state, taken[0].owner) == (JobState.ADMITTED, "daemon-0")
 
 
+def test_a_row_whose_submitter_died_before_binding_it_is_ended(session: Session) -> None:
+    old, bound = add_job(session, bound=False, now_us=10), add_job(session, now_us=10)
+    young = add_job(session, bound=False, now_us=20)
+    assert queue.drop_unbound(session, partition="rl", before_us=20, now_us=99) == [old]
+    row = queue.get(session, old)
+    assert (row.state, row.ended_us, row.billed) == (JobState.CANCELLED, 99, True)
+    assert {queue.get(session, job).state for job in (bound, young)} == {JobState.PENDING}
+
+
 def test_among_equals_the_oldest_job_is_claimed_first(session: Session) -> None:
     jobs = [add_job(session) for _ in range(3)]
     assert [row.id for row in (claim(session) for _ in jobs) if row] == jobs

@@ -1,5 +1,6 @@
 """Bad calls through the unmodified SDK: the future fails, says why, and the next call runs."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,8 @@ import pytest
 import tinker
 from tinker import types
 
+from plexrl_slurm.cli.client import Refused
+from plexrl_slurm.slurm.port import BatchJob
 from tests.model_folders import make_model_folder
 from tests.scenarios.controller import datum
 from tests.scenarios.partition import Job, running
@@ -44,3 +47,29 @@ def test_a_doomed_training_call_tells_what_is_wrong_with_it(tmp_path: Path) -> N
         with pytest.raises(tinker.RequestFailedError, match="name"):
             training.save_state("../outside").result(timeout=20)
         training.forward_backward([datum(4, 5, 6)], "cross_entropy").result(timeout=20)
+
+
+def test_a_row_is_bound_only_to_a_slurm_job_of_its_own_user(tmp_path: Path) -> None:
+    model = make_model_folder(tmp_path / "tiny", max_position_embeddings=256)
+    with running(tmp_path, model=model) as partition, partition.client() as client:
+        row = client.submit({"partition": "test", "name": "thief", "script": "x"})
+        for number in ("77", "", "../1", "\N{SUPERSCRIPT TWO}"):
+            with pytest.raises(Refused, match="no Slurm job"):
+                client.bind(row["job_id"], number)
+        batch = BatchJob(name="x", script="#!/bin/sh\n", workdir=tmp_path)
+        number = partition.slurm.submit(batch, hold=True)
+        if os.geteuid() == 0:
+            os.chown(partition.site.jobs_dir / number, 65534, 65534)
+            with pytest.raises(Refused, match="no Slurm job"):
+                client.bind(row["job_id"], number)
+
+
+def test_a_job_that_slurm_has_forgotten_can_be_cancelled(tmp_path: Path) -> None:
+    model = make_model_folder(tmp_path / "tiny", max_position_embeddings=256)
+    with running(tmp_path, model=model) as partition:
+        job = Job(partition, seed=1, models=["tiny"])
+        folder = partition.site.jobs_dir / job.slurm_id
+        partition.slurm.cancel(job.slurm_id)
+        folder.rename(folder.with_name("gone"))
+        job.cancel()
+        assert job.row()["state"] == "cancelled"

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -135,3 +135,83 @@ def test_a_job_whose_runner_was_killed_has_failed(slurm: LocalSlurm, tmp_path: P
     assert end_of(slurm, number) == JobStatus(
         state=SlurmState.FAILED, exit_code=137, reason="NodeFail"
     )
+
+
+def test_what_a_script_left_in_a_session_of_its_own_ends_with_it(
+    slurm: LocalSlurm, tmp_path: Path
+) -> None:
+    script = "setsid sh -c 'echo $$ > child; exec sleep 300' & while ! [ -s child ]; do :; done"
+    number = slurm.submit(job(tmp_path, script), hold=False)
+    assert end_of(slurm, number).state is SlurmState.COMPLETED
+    assert not Path(f"/proc/{(tmp_path / 'child').read_text().strip()}").exists()
+
+
+def test_a_limit_beyond_all_timers_is_no_limit(slurm: LocalSlurm, tmp_path: Path) -> None:
+    number = slurm.submit(job(tmp_path, "true", time_limit_us=10**19), hold=False)
+    assert end_of(slurm, number).state is SlurmState.COMPLETED
+
+
+def test_a_release_that_was_cut_short_is_made_up_for(slurm: LocalSlurm, tmp_path: Path) -> None:
+    number = slurm.submit(job(tmp_path, "echo once"), hold=True)
+    (tmp_path / "local" / number / "released").touch()  # and the daemon died
+    assert slurm.states([number])[number].state is SlurmState.PENDING
+    slurm.release(number)
+    assert end_of(slurm, number).state is SlurmState.COMPLETED
+
+
+def test_a_runner_that_cannot_start_is_a_rejection(
+    slurm: LocalSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number = slurm.submit(job(tmp_path, "true"), hold=True)
+    monkeypatch.setattr("sys.executable", str(tmp_path / "nothing"))
+    with pytest.raises(SlurmRejected, match="nothing"):
+        slurm.release(number)
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    with pytest.raises(SlurmRejected, match="exit code 1"):
+        slurm.release(number)
+
+
+def _fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _link(path: Path) -> None:
+    path.symlink_to("/etc/passwd")
+
+
+def _noise(path: Path) -> None:
+    path.write_bytes(b"\xff" * 10_000)
+
+
+@pytest.mark.parametrize("make", [_fifo, _link, _noise, Path.mkdir])
+def test_a_foreign_exit_file_is_an_end_and_no_accident(
+    slurm: LocalSlurm, tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    number = slurm.submit(job(tmp_path, "true"), hold=True)
+    make(tmp_path / "local" / number / "exit")
+    assert slurm.states([number])[number].state is SlurmState.FAILED
+
+
+def test_no_link_in_a_job_folder_is_followed(slurm: LocalSlurm, tmp_path: Path) -> None:
+    number = slurm.submit(job(tmp_path, "true"), hold=True)
+    folder = tmp_path / "local" / number
+    for name in ("cancelled", "released"):
+        (folder / name).symlink_to(tmp_path / "made")
+    slurm.cancel(number)
+    slurm.release(number)
+    assert not (tmp_path / "made").exists()
+    (tmp_path / "local" / "77").symlink_to(folder)
+    assert slurm.states([SlurmId("77")]) == {}
+
+
+def test_a_job_folder_cannot_name_somebody_elses_process(
+    slurm: LocalSlurm, tmp_path: Path
+) -> None:
+    number = slurm.submit(job(tmp_path, "true"), hold=True)
+    folder = tmp_path / "local" / number
+    fields = Path("/proc/1/stat").read_text().rsplit(")", 1)[1].split()
+    (folder / "runner").write_text(f"1 {fields[19]}")
+    if os.geteuid() == 0:  # else process 1 is foreign already
+        assert slurm.states([number])[number].state is SlurmState.RUNNING
+        os.chown(folder, 65534, 65534)
+    assert slurm.states([number])[number].state is SlurmState.FAILED
