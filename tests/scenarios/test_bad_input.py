@@ -70,6 +70,6 @@ def test_a_job_that_slurm_has_forgotten_can_be_cancelled(tmp_path: Path) -> None
         job = Job(partition, seed=1, models=["tiny"])
         folder = partition.site.jobs_dir / job.slurm_id
         partition.slurm.cancel(job.slurm_id)
-        folder.rename(folder.with_name("gone"))
+        folder.rename(tmp_path / "gone")
         job.cancel()
         assert job.row()["state"] == "cancelled"
