@@ -216,7 +216,7 @@ class PartitionService(SamplingCalls):
     async def _owned(self, who: Principal, job_id: JobId) -> JobRow:
         row = await self.store.run(queue.get, job_id)
         if row.partition != self.settings.partition or not (who.admin or row.uid == who.uid):
-            raise NotFound("job", str(job_id))
+            raise NotFound("job", row.slurm_id or str(job_id))
         return row
 
     async def end_job(
@@ -404,8 +404,8 @@ def _states(words: Sequence[str]) -> list[JobState]:
 
 def _how(row: JobRow) -> str:
     if row.state in ENDED:
-        return f"job {row.id} is {row.state}: {row.reason or 'its controller ended'}"
-    return row.reason or f"job {row.id} is {row.state} and waits for nothing"
+        return f"it is {row.state}: {row.reason or 'its controller ended'}"
+    return row.reason or f"it is {row.state} and waits for nothing"
 
 
 def _finish_session(session: Any, session_id: str, reason: str, now_us: int) -> None:
