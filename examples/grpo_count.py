@@ -32,7 +32,9 @@ def main() -> None:
     asked = parser.parse_args()
 
     service = tinker.ServiceClient()
-    training = service.create_lora_training_client(base_model=asked.model, rank=0, seed=asked.seed)
+    training = service.create_lora_training_client(
+        base_model=asked.model, rank=0, seed=asked.seed
+    ).result()
     tokenizer = training.get_tokenizer()
     eos, letter = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("a")
 

@@ -41,7 +41,9 @@ def main() -> None:
     train = [questions[name] for name in names[40:]]
 
     service = tinker.ServiceClient()
-    training = service.create_lora_training_client(base_model=asked.model, rank=0, seed=asked.seed)
+    training = service.create_lora_training_client(
+        base_model=asked.model, rank=0, seed=asked.seed
+    ).result()
     tokenizer = training.get_tokenizer()
     words = ("\u010a", "\u010a\u010a", ".", ",", "<|im_end|>")
     stop = sorted({tokenizer.eos_token_id, *(tokenizer.convert_tokens_to_ids(w) for w in words)})

@@ -170,6 +170,10 @@ def _start_engine(spec: RankSpec, model: ModelSpec) -> Any:
             max_model_len=model.max_context_length,
             tensor_parallel_size=spec.gpus,
             max_num_seqs=int(spec.options.get("max_num_seqs", 256)),
+            # A prompt cut in two samples a token too many and takes it back, which a seeded
+            # generator of the CPU cannot: "CPU Generator does not use offset" ends the engine.
+            enable_chunked_prefill=False,
+            max_num_batched_tokens=max(2048, model.max_context_length),
             block_size=int(spec.options.get("block_size", 32)),
             enable_prefix_caching=bool(spec.options.get("prefix_caching", False)),
             kv_cache_memory_bytes=int(spec.options.get("kv_cache_bytes", 256 << 20)),

@@ -281,6 +281,15 @@ def test_the_rest_of_the_batch_changes_no_bit(base: Rollout) -> None:
     assert base.samples(*crowd[:12], body, *crowd[12:])[12] == alone
 
 
+def test_more_prompt_tokens_than_one_step_takes_do_not_end_the_engine(base: Rollout) -> None:
+    """vLLM's CPU sampler cannot take back a token of a seeded request whose prompt was cut."""
+    length = base.tiny.max_context_length - 8
+    prompts = [[4 + (i + j) % 50 for j in range(length)] for i in range(12)]
+    bodies = [make_sample(prompt=prompt, num_samples=4, seed=i) for i, prompt in enumerate(prompts)]
+    assert len(prompts) * 4 * length > 2 * 2048
+    assert base.samples(*bodies)[3] == base.samples(bodies[3])[0]
+
+
 def test_switching_snapshots_leaves_no_trace(base: Rollout) -> None:
     bodies = [make_sample(seed=i, num_samples=2) for i in range(4)]
     first = base.samples(*bodies)

@@ -24,3 +24,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def partition(tmp_path: Path, model: Path) -> Iterator[Partition]:
     with running(tmp_path, model=model, train=SLOW, rollout=SLOW_SAMPLES) as one:
         yield one
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Each starts processes, and waits for them."""
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.slow)
