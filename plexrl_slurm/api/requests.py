@@ -4,7 +4,7 @@ A training or sampling call is read twice if it must be: whole, and, when that f
 identity, because a call whose identity is known is accepted and fails in its turn.
 """
 
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 from fastapi import Request
@@ -15,6 +15,8 @@ from plexrl_slurm.core.errors import BadInput
 BODY_LIMIT = 256 << 20
 
 T = TypeVar("T")
+#: What the database can hold; a call with another number cannot be accepted.
+Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 async def body_of(request: Request) -> tuple[bytes, bool]:
@@ -84,14 +86,14 @@ class TrainingCall(msgspec.Struct):
     """The identity of any training call."""
 
     model_id: str
-    seq_id: int
+    seq_id: Number
 
 
 class LoraConfig(msgspec.Struct):
     """Rank 0 asks for full-parameter training."""
 
-    rank: int = 0
-    seed: int | None = None
+    rank: Number = 0
+    seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
@@ -107,7 +109,7 @@ class CreateModel(msgspec.Struct):
     """``POST create_model``."""
 
     session_id: str
-    model_seq_id: int
+    model_seq_id: Number
     base_model: str
     lora_config: LoraConfig | None = None
     optimizer_config: OptimizerConfig | None = None
@@ -135,7 +137,7 @@ class OptimStep(msgspec.Struct):
     """``POST optim_step``; ``optimizer_params`` are those of another optimizer than Adam."""
 
     model_id: str
-    seq_id: int
+    seq_id: Number
     adam_params: AdamParams | None = None
     optimizer_params: OptimizerConfig | None = None
 
@@ -144,7 +146,7 @@ class SaveWeights(msgspec.Struct):
     """``POST save_weights``."""
 
     model_id: str
-    seq_id: int
+    seq_id: Number
     path: str | None = None
     overwrite: bool = False
 
@@ -153,7 +155,7 @@ class LoadTarget(msgspec.Struct):
     """Which model a load is for: none means a new one."""
 
     model_id: str | None = None
-    seq_id: int | None = None
+    seq_id: Number | None = None
 
 
 class LoadWeights(msgspec.Struct):
@@ -162,9 +164,9 @@ class LoadWeights(msgspec.Struct):
     path: str
     optimizer: bool = False
     model_id: str | None = None
-    seq_id: int | None = None
+    seq_id: Number | None = None
     session_id: str | None = None
-    model_seq_id: int | None = None
+    model_seq_id: Number | None = None
     base_model: str | None = None
     optimizer_config: OptimizerConfig | None = None
     user_metadata: dict[str, Any] | None = None
@@ -174,9 +176,9 @@ class SaveWeightsForSampler(msgspec.Struct):
     """``POST save_weights_for_sampler``: named by ``path``, else ephemeral."""
 
     model_id: str
-    seq_id: int
+    seq_id: Number
     path: str | None = None
-    sampling_session_seq_id: int | None = None
+    sampling_session_seq_id: Number | None = None
     kind: str = "snapshot"
 
 
@@ -187,7 +189,7 @@ class CreateSamplingSession(msgspec.Struct):
     """``POST create_sampling_session``."""
 
     session_id: str
-    sampling_session_seq_id: int
+    sampling_session_seq_id: Number
     model_path: str | None = None
     base_model: str | None = None
 
@@ -221,7 +223,7 @@ class SamplingCall(msgspec.Struct):
     """The identity of a sampling call, and how many sequence ids its answer owes."""
 
     sampling_session_id: str
-    seq_id: int
+    seq_id: Number
     num_samples: int = 1
 
 
@@ -229,7 +231,7 @@ class Asample(msgspec.Struct):
     """``POST asample``."""
 
     sampling_session_id: str
-    seq_id: int
+    seq_id: Number
     prompt: ModelInput
     sampling_params: SamplingParams
     num_samples: int = 1

@@ -70,10 +70,26 @@ def request(model_id: str, seq_id: int = 1, loss: str = "cross_entropy") -> Any:
         pytest.param("optim_step", b"\xff\xfe", id="no text"),
         pytest.param("optim_step", {"model_id": "m"}, id="no seq_id"),
         pytest.param("optim_step", {"model_id": "m", "seq_id": 0}, id="seq_id 0"),
+        pytest.param("optim_step", {"model_id": "m", "seq_id": 2**63}, id="seq_id of 64 bits"),
         pytest.param("asample", {"prompt": 3}, id="no sampling session"),
         pytest.param("load_weights", {"path": "tinker://a/weights/b"}, id="no target"),
         pytest.param("forward_backward", b"\x0a\x05ab", id="no protobuf"),
         pytest.param("create_model", {"session_id": 3}, id="wrong type"),
+        pytest.param(
+            "create_model",
+            {"session_id": "s", "model_seq_id": 2**70, "base_model": "tiny"},
+            id="model number of 64 bits",
+        ),
+        pytest.param(
+            "create_model",
+            {
+                "session_id": "s",
+                "model_seq_id": 0,
+                "base_model": "tiny",
+                "lora_config": {"rank": 0, "seed": 2**80},
+            },
+            id="seed of 64 bits",
+        ),
         pytest.param("retrieve_future", {}, id="no request id"),
     ],
 )
