@@ -70,9 +70,18 @@ class Agent:
         self._unacknowledged: dict[int, tm.Done | tm.WpgChanged] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
+        #: The hold is given back, and the host tier with it.
+        self._clear_host = False
+        self._problem: BaseException | None = None
+        #: Dropped while something was under way that may yet write them.
+        self._dropped: set[str] = set()
+        #: Snapshots that are being written.
+        self._publishing: set[str] = set()
         self._host = Path(config.host_dir)
         self._snapshots = self._host / "snapshots"
         self._snapshots.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for torn in self._snapshots.glob(".*.part"):
+            torn.unlink(missing_ok=True)
         self._private = Path(tempfile.mkdtemp(prefix="plexrl-agent-"))
         self._context = zmq.asyncio.Context()
         self._ranks = self._context.socket(zmq.ROUTER)
@@ -98,8 +107,13 @@ class Agent:
         self._link.close()
         self._ranks.close()
         shutil.rmtree(self._private, ignore_errors=True)
+        if self._clear_host:
+            shutil.rmtree(self._host, ignore_errors=True)
         for task in done - {stop}:
             task.result()
+        if self._problem is not None:
+            # An exit code other than 0 has the hold's script start another agent.
+            raise self._problem
 
     def stop(self) -> None:
         """Leave ``run``."""
@@ -127,18 +141,18 @@ class Agent:
                 case tm.RunOrder():
                     if self._may_run(command):
                         self._running[command.id] = (command.wpg, command.call, command.part)
+                        if command.publish:
+                            self._publishing.add(command.publish)
                         self._spawn(self._run(command))
                 case tm.AbortOrder():
-                    for order, (wpg, call, _) in self._running.items():
+                    for order, (wpg, call, _) in list(self._running.items()):
                         if (wpg, call) == (command.wpg, command.call):
                             await self._gangs[wpg].abort(order)
                 case tm.DropOrder():
                     self._drop(command)
                 case tm.StopOrder():
+                    self._clear_host = not command.keep_host
                     self._stop.set()
-                    for gang in self._gangs.values():
-                        await gang.stop()
-                    shutil.rmtree(self._host, ignore_errors=True)
 
     def _may_run(self, order: tm.RunOrder | tm.SwitchOrder | tm.SaveOrder) -> bool:
         gang = self._gangs.get(order.wpg)
@@ -159,6 +173,7 @@ class Agent:
             self._moving -= 1
             if self._moving == 0:
                 self._still.set()
+            self._drop_again()
 
     async def _say_hello(self) -> None:
         await self._still.wait()
@@ -243,11 +258,26 @@ class Agent:
                 path.unlink(missing_ok=True)
 
     def _drop(self, order: tm.DropOrder) -> None:
+        self._dropped.update(order.deployments, order.snapshots)
         for deployment in order.deployments:
             for store in self._stores.values():
                 store.drop(deployment)
         for snapshot in order.snapshots:
-            (self._snapshots / f"{snapshot}.safetensors").unlink(missing_ok=True)
+            self._delete_snapshot(snapshot)
+        self._drop_again()
+
+    def _delete_snapshot(self, snapshot: str) -> None:
+        path = self._snapshots / f"{snapshot}.safetensors"
+        path.unlink(missing_ok=True)
+        path.with_name(f".{path.name}.part").unlink(missing_ok=True)
+
+    def _drop_again(self) -> None:
+        """What was under way when it was dropped may have been written since."""
+        for store in self._stores.values():
+            for held in [held for held in store.held() if held.deployment in self._dropped]:
+                store.drop(held.deployment)
+        if self._moving == 0 and not self._publishing:
+            self._dropped.clear()
 
     async def _report(self, report: tm.Done | tm.WpgChanged) -> None:
         self._unacknowledged[report.number] = report
@@ -271,6 +301,9 @@ class Agent:
     async def _run(self, order: tm.RunOrder) -> None:
         gang = self._gangs[order.wpg]
         path = str(self._snapshots / f"{order.publish}.safetensors") if order.publish else ""
+        if gang.trains and self._resident.get(order.wpg) != order.deployment:
+            # It is created in the resident's place, of which nothing is certain from now on.
+            self._resident.pop(order.wpg, None)
         operation = ranklink.Call(
             call=order.call, deployment=order.deployment, body=order.body, publish_path=path
         )
@@ -279,9 +312,17 @@ class Agent:
         except GangLost:
             self._running.pop(order.id, None)
             return
+        finally:
+            self._published(order.publish)
         if gang.trains:
             self._took_effect(order, ok=all(answer.ok for answer in answers))
         await self._report(self._done(order.id, order.wpg, "run", answers, order.call, order.part))
+
+    def _published(self, snapshot: str) -> None:
+        if snapshot in self._dropped:
+            self._delete_snapshot(snapshot)
+        self._publishing.discard(snapshot)
+        self._drop_again()
 
     def _took_effect(self, order: tm.RunOrder, *, ok: bool) -> None:
         """Note how far the device's state is; a failed call is passed without an effect."""
@@ -301,6 +342,8 @@ class Agent:
                 answers = await gang.order(order.id, [operation])
                 if answers[0].ok:
                     self._resident[order.wpg] = order.incoming
+                else:
+                    self._resident.pop(order.wpg, None)
                 await self._report(self._done(order.id, order.wpg, "switch", answers))
             return
         store = self._stores[order.wpg]
@@ -430,6 +473,7 @@ class Agent:
         self._tasks.discard(task)
         if not task.cancelled() and (problem := task.exception()) is not None:
             log.error("a task of the agent failed", exc_info=problem)
+            self._problem = self._problem or problem
             self._stop.set()
 
 

@@ -52,6 +52,7 @@ class AgentHub:
         *,
         epoch: int,
         settings: Settings,
+        hold: str,
         configs: Mapping[str, tm.WpgConfig],
         recover: Callable[[tm.Hello], Awaitable[tuple[list[str], list[str]]]],
         after_commit: Callable[[Callable[[], None]], None],
@@ -62,7 +63,8 @@ class AgentHub:
         self.agents: dict[bytes, AgentView] = {}
         self.wpgs: dict[str, WpgView] = {}
         self._server, self._shell, self._epoch, self._settings = server, shell, epoch, settings
-        self._configs, self._recover, self._after_commit = configs, recover, after_commit
+        self._hold, self._configs = hold, configs
+        self._recover, self._after_commit = recover, after_commit
         self._orders = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -81,6 +83,11 @@ class AgentHub:
 
     # -- reports -----------------------------------------------------------------------------
     async def _hello(self, address: bytes, hello: tm.Hello) -> None:
+        if hello.hold != self._hold:
+            # Of a hold that was given up, or whose submission this daemon's forerunner forgot.
+            say(log, "foreign_agent_stopped", agent=hello.agent, hold=hello.hold, pid=hello.pid)
+            await self._server.send(address, tm.StopOrder(epoch=self._epoch, keep_host=True))
+            return
         known = self.agents.get(address)
         say(log, "agent_hello", agent=hello.agent, epoch=hello.epoch, pid=hello.pid)
         self.agents[address] = AgentView(
@@ -97,15 +104,18 @@ class AgentHub:
             return
         if known is not None:
             for view in self.wpgs.values():
-                if view.agent == address and view.state != "down":
-                    self._down(view, "its agent was started again")
+                if view.agent == address:
+                    # The new agent counts the starts of its gangs anew.
+                    view.incarnation = 0
+                    if view.state != "down":
+                        self._down(view, "its agent was started again")
         deployments, snapshots = await self._recover(hello)
         for done in hello.finished:
             self._acknowledge(address, done.number)
         for name in self._configs:
             self.wpgs.setdefault(name, WpgView(name=name, agent=address)).agent = address
         for held in hello.wpgs:
-            view = self.wpgs[held.name]
+            view = self.wpgs.setdefault(held.name, WpgView(name=held.name, agent=address))
             view.state, view.incarnation, view.pids = held.state, held.incarnation, held.pids
             if held.state == "up":
                 running = tuple((CallId(call), part) for call, part in held.running)
@@ -133,7 +143,7 @@ class AgentHub:
     def _heard(self, address: bytes, report: tm.Report) -> None:
         match report:
             case tm.WpgChanged():
-                self._changed(report)
+                self._changed(address, report)
                 self._acknowledge(address, report.number)
             case tm.Done(what="run"):
                 self._shell.run_ended(
@@ -148,7 +158,8 @@ class AgentHub:
             case tm.Done():
                 if not report.ok:
                     say(log, "switch_failed", wpg=report.wpg, reason=report.error)
-                    self.wpgs[report.wpg].reason = report.error
+                    if (view := self.wpgs.get(report.wpg)) is not None:
+                        view.reason = report.error
                 self._shell.switch_ended(
                     WpgId(report.wpg), ok=report.ok, moved_bytes=report.moved_bytes
                 )
@@ -156,8 +167,8 @@ class AgentHub:
             case tm.Hello() | tm.Beat():
                 pass
 
-    def _changed(self, report: tm.WpgChanged) -> None:
-        view = self.wpgs[report.name]
+    def _changed(self, address: bytes, report: tm.WpgChanged) -> None:
+        view = self.wpgs.setdefault(report.name, WpgView(name=report.name, agent=address))
         if report.incarnation < view.incarnation:
             return
         view.incarnation, view.pids, view.reason = report.incarnation, report.pids, report.reason

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from plexrl_slurm.clock import now_us
 from plexrl_slurm.engines import ranklink
@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 #: Longest pause between two starts of a gang that does not come up.
 MAX_BACKOFF_S = 30.0
+#: A rank's log is begun anew, when its gang starts, once it is larger.
+LOG_BYTES = 16 << 20
 
 
 @dataclass(slots=True)
@@ -137,6 +139,8 @@ class Gang:
                 await self._spawn()
             except OSError as problem:
                 self._reason = f"cannot start: {problem}"
+                failures += 1
+                await self._kill()
             else:
                 self._changed(self, "")
                 exits = [asyncio.create_task(process.wait()) for process in self._processes]
@@ -177,7 +181,7 @@ class Gang:
             self._reason = self._reason or f"rank {rank} (pid {process.pid}) ended with {how}"
 
     async def _spawn(self) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         port = _free_port()
         self._processes = []
         environment = os.environ | {
@@ -201,7 +205,7 @@ class Gang:
             }
             path = self._folder / f"{self.config.name}.rank-{rank}.json"
             path.write_text(json.dumps(spec), encoding="utf-8")
-            with (self._folder / f"{self.config.name}.rank-{rank}.log").open("ab") as output:
+            with open_log(self._folder / f"{self.config.name}.rank-{rank}.log") as output:
                 process = await asyncio.create_subprocess_exec(
                     sys.executable,
                     "-m",
@@ -233,6 +237,13 @@ class Gang:
 
     def _identity(self, rank: int) -> bytes:
         return f"{self.config.name}/{rank}/{self.incarnation}".encode()
+
+
+def open_log(path: Path) -> BinaryIO:
+    """Append to a log; a long one gets out of the way first, and replaces the one before."""
+    if path.exists() and path.stat().st_size > LOG_BYTES:
+        path.rename(path.with_name(f"{path.name}.old"))
+    return path.open("ab")
 
 
 def _free_port() -> int:

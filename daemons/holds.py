@@ -4,6 +4,7 @@ Knows Slurm only through its port. With the local adapter the hold's batch scrip
 process; it keeps the agent running whatever happens to the daemon.
 """
 
+import asyncio
 import json
 import logging
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from plexrl_slurm.clock import now_us
+from plexrl_slurm.core.errors import SlurmRejected
 from plexrl_slurm.core.ids import CauseId, SlurmId, WpgId
 from plexrl_slurm.core.messages import Activity, Charge, Wpg
 from plexrl_slurm.daemons.agentd import AgentConfig
@@ -26,6 +28,10 @@ from plexrl_slurm.slurm.port import ENDED, BatchJob, SlurmPort
 from plexrl_slurm.slurm.templates import render
 
 log = logging.getLogger(__name__)
+
+
+#: Between two looks at the hold's Slurm job.
+WATCH_S = 2.0
 
 
 class Holds:
@@ -100,6 +106,17 @@ class Holds:
             if row.id == hold_id
         ]
         return row, dict.fromkeys(wpgs, now)
+
+    async def watch(self, hold_id: str, slurm_id: str) -> None:
+        """Raises when Slurm has ended the hold: nothing can run, and the next daemon makes one."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            if not await asyncio.to_thread(self.alive, slurm_id):
+                raise SlurmRejected(
+                    (f"hold {hold_id}",),
+                    f"its Slurm job {slurm_id} has ended: start the daemon again, which gets a "
+                    f"new hold and goes on with the jobs",
+                )
 
     async def ended(self, hold_id: str, *, at_us: int) -> None:
         """The hold was given back."""

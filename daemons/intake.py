@@ -2,8 +2,15 @@
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
-from plexrl_slurm.core.errors import ModelTooLarge, PlexError, SlurmRejected
+from plexrl_slurm.core.errors import (
+    InvalidTransition,
+    ModelTooLarge,
+    PlexError,
+    SlurmRejected,
+    UnknownModel,
+)
 from plexrl_slurm.core.ids import JobId, SlurmId
 from plexrl_slurm.core.states import JobState
 from plexrl_slurm.daemons.recovery import LEASE_US
@@ -25,6 +32,8 @@ COLLECT_S = 5.0
 UNBOUND_US = 120_000_000
 #: An answer that was fetched stays for a client that asks again for so long.
 FETCHED_US = 600_000_000
+#: One that nobody has ever fetched stays for so long.
+UNFETCHED_US = 3_600_000_000
 
 _ENDS = {
     SlurmState.COMPLETED: JobState.COMPLETED,
@@ -73,7 +82,9 @@ class Intake:
                     say(log, "session_abandoned", session=session.id)
                     self._service.end_session(session, reason="its client fell silent")
             self._service.collect_samplers()
-            self._parts.shell.collect(fetched_before_us=now - FETCHED_US)
+            self._parts.shell.collect(
+                fetched_before_us=now - FETCHED_US, ended_before_us=now - UNFETCHED_US
+            )
             self._parts.shell.tick()
             try:
                 await self._parts.store.run(
@@ -110,25 +121,38 @@ class Intake:
             )
             if row is None:
                 return
+            if (known := parts.state.jobs.get(JobId(row.id))) is not None:
+                await self._admit(row, known)  # its lease had lapsed while it was ours
+                continue
             job = _live(row)
             try:
                 obstacles = parts.placer.admit(job, list(row.models))
-            except ModelTooLarge as problem:
-                await self._service.cancel_in_slurm(job.slurm_id)
-                await self._service.end_job(
-                    job.id, state=JobState.FAILED, reason=str(problem), exit_code=None
-                )
+            except (ModelTooLarge, UnknownModel) as problem:
+                await self._give_up(job, str(problem))
                 continue
-            if obstacles:
-                await parts.store.run(
-                    queue.unclaim,
-                    job.id,
-                    owner=str(parts.epoch),
-                    obstacles=obstacles,
-                    now_us=self._service.now_us(),
-                )
+            if not obstacles:
+                await self._admit(row, job)
+            elif await self._unclaim(job, obstacles):
                 return
-            await self._admit(row, job)
+
+    async def _unclaim(self, job: LiveJob, obstacles: Sequence[str]) -> bool:
+        try:
+            await self._parts.store.run(
+                queue.unclaim,
+                job.id,
+                owner=str(self._parts.epoch),
+                obstacles=obstacles,
+                now_us=self._service.now_us(),
+            )
+        except InvalidTransition:
+            say(log, "ended_while_claimed", job=job.id)
+            return False
+        return True
+
+    async def _give_up(self, job: LiveJob, reason: str) -> None:
+        """A job that can never go on."""
+        await self._service.cancel_in_slurm(job.slurm_id)
+        await self._service.end_job(job.id, state=JobState.FAILED, reason=reason, exit_code=None)
 
     async def _admit(self, row: JobRow, job: LiveJob) -> None:
         parts, job_id = self._parts, job.id
@@ -148,24 +172,35 @@ class Intake:
 
     async def _watch(self) -> None:
         parts = self._parts
+        for job in [job for job in parts.state.jobs.values() if job.unfit]:
+            await self._give_up(job, job.unfit)
         live = {job.slurm_id: job for job in parts.state.jobs.values()}
         bound = await parts.store.run(_bound, parts.settings.partition)
         found = await asyncio.to_thread(parts.port.states, [*live, *bound])
         for slurm_id, status in found.items():
-            job = live.get(slurm_id)
-            job_id = job.id if job is not None else bound[slurm_id]
+            at = live.get(slurm_id)
             if status.state in ENDED:
+                state = _ENDS[status.state]
+                reason = _reason(status.state, status.exit_code)
+                if at is None and state is not JobState.CANCELLED:
+                    state = JobState.FAILED
+                    reason = "its Slurm job ended before it was admitted: never release it yourself"
                 await self._service.end_job(
-                    job_id,
-                    state=_ENDS[status.state],
-                    reason=_reason(status.state, status.exit_code),
+                    at.id if at is not None else bound[slurm_id],
+                    state=state,
+                    reason=reason,
                     exit_code=status.exit_code,
                 )
-            elif job is not None and status.state is SlurmState.RUNNING and not job.running:
-                await parts.store.run(
-                    queue.start, job_id, owner=str(parts.epoch), now_us=self._service.now_us()
-                )
-                job.running = True
+            elif at is not None and status.state is SlurmState.RUNNING:
+                await self._start(at)
+
+    async def _start(self, job: LiveJob) -> None:
+        if job.running or job.ended:
+            return  # the second: it was cancelled while Slurm was asked
+        await self._parts.store.run(
+            queue.start, job.id, owner=str(self._parts.epoch), now_us=self._service.now_us()
+        )
+        job.running = True
 
 
 def _live(row: JobRow) -> LiveJob:

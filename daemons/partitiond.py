@@ -6,6 +6,7 @@ kill -9; agents, ranks and controllers go on, and the next daemon finds everythi
 
 import argparse
 import asyncio
+import contextlib
 import fcntl
 import logging
 import os
@@ -51,6 +52,8 @@ log = logging.getLogger(__name__)
 
 #: How long a given-back hold may take to end before its script is cancelled.
 RELEASE_S = 20.0
+#: How long a daemon that is stopped may try to reach its database; the next one finds the rest.
+DRAIN_S = 10.0
 
 
 def make_port(config: Settings) -> SlurmPort:
@@ -99,6 +102,9 @@ class Daemon:
         store = Store(engine)
         writer = Writer(store)
         spool = Spool(config.state_dir / "spool")
+        for private in ("checkpoints", "holds", "ranks"):
+            (config.state_dir / private).mkdir(exist_ok=True)
+            (config.state_dir / private).chmod(0o700)
         state = State()
         wpgs = {
             WpgId(name): Wpg(id=WpgId(name), pool=Pool(name.rpartition("-")[0]), gpus=wpg.gpus)
@@ -142,6 +148,7 @@ class Daemon:
             shell,
             epoch=epoch,
             settings=config,
+            hold=hold.id,
             configs=configs_of(config),
             recover=recovery.hello,
             after_commit=writer.after_commit,
@@ -163,16 +170,20 @@ class Daemon:
             intake.run(),
             intake.collect(),
             _wait(shell.broken),
+            hold_keeper.watch(hold.id, hold.slurm_id),
         ]
         tasks = [asyncio.create_task(work) for work in running]
         ends = [asyncio.create_task(event.wait()) for event in (self._stop, parts.release)]
         done, _ = await asyncio.wait({*tasks, *ends}, return_when=asyncio.FIRST_COMPLETED)
         if parts.release.is_set():
+            tasks[-1].cancel()  # the hold is to end now
             await self._release(parts, hold_keeper, hold.slurm_id, hub)
         await serving.stop()
         shell.tick(flush=True)
         if not tasks[0].done():
-            await writer.drain()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(DRAIN_S):
+                    await writer.drain()
         for task in [*tasks, *ends]:
             task.cancel()
         await store.close()

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from plexrl_slurm.core.admission import Obstacle, Placement, Site, Tenancy, Wanted, place
 from plexrl_slurm.core.catalogue import ModelSpec
-from plexrl_slurm.core.errors import BadInput
+from plexrl_slurm.core.errors import BadInput, UnknownModel
 from plexrl_slurm.core.ids import WpgId
 from plexrl_slurm.core.messages import Pool, Wpg
 from plexrl_slurm.daemons.state import LiveJob, State
@@ -31,13 +31,10 @@ class Placer:
     def admit(self, job: LiveJob, models: Sequence[str]) -> tuple[str, ...]:
         """Fix the homes of a job that declares ``models``; or say every obstacle, and fix none.
 
-        Raises ``ModelTooLarge`` if it can never be placed.
+        Raises ``ModelTooLarge`` if it can never be placed, and ``UnknownModel`` if the catalogue
+        has lost a model since.
         """
-        wanted = [
-            Wanted(model=self._models[name.partition(":")[0]], pool=pool)
-            for name in models
-            for pool in Pool
-        ]
+        wanted = [Wanted(model=self._model(name), pool=pool) for name in models for pool in Pool]
         found = place(wanted, sites=self._sites, tenancies=self._tenancies())
         if not isinstance(found, Placement):
             return tuple(obstacle.sentence for obstacle in found)
@@ -47,7 +44,8 @@ class Placer:
         return ()
 
     def home(self, job: LiveJob, pool: Pool, model: ModelSpec) -> WpgId:
-        """The job's WPG in ``pool``. Raises ``BadInput`` where there is none with room."""
+        """The job's WPG in ``pool``. Raises ``BadInput`` where there is none with room, and
+        ``ModelTooLarge`` where there never will be."""
         if pool not in job.homes:
             wanted = [Wanted(model=model, pool=pool)]
             found = place(wanted, sites=self._sites, tenancies=self._tenancies())
@@ -55,6 +53,12 @@ class Placer:
                 raise BadInput(_all(found))
             job.homes[pool] = found.homes[0]
         return job.homes[pool]
+
+    def _model(self, name: str) -> ModelSpec:
+        model = self._models.get(name) or self._models.get(name.partition(":")[0])
+        if model is None:
+            raise UnknownModel(name, tuple(sorted(self._models)))
+        return model
 
     def _tenancies(self) -> list[Tenancy]:
         """What lives now, and what admitted jobs have declared and not created yet."""

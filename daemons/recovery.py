@@ -76,19 +76,26 @@ class Recovery:
             if row.token_sha256 is not None:
                 parts.state.tokens[row.token_sha256] = job.id
             await self._read_job(job)
+        swept = parts.spool.sweep(
+            calls={
+                call for live in parts.state.deployments.values() for call in live.calls.values()
+            },
+            sessions=parts.state.samplers.keys(),
+        )
         say(
             log,
             "recovered",
             jobs=len(rows),
             deployments=len(self._found),
             samplers=len(parts.state.samplers),
+            swept=swept,
         )
 
     async def _read_job(self, job: LiveJob) -> None:
         state, store = self._parts.state, self._parts.store
         now = self._service.now_us()
         sessions = await store.run(views.sessions_of, job.id)
-        job.sessions = len(sessions)
+        job.sessions = max((int(row.id.rpartition("-")[2]) for row in sessions), default=0)
         for row in sessions:
             state.sessions[row.id] = LiveSession(
                 id=row.id,
@@ -97,9 +104,16 @@ class Recovery:
                 heartbeat_us=now,
                 finished=row.finished_us is not None,
             )
+        # What a finished session had goes with it, though the daemon was killed in between.
+        finished = {row.id for row in sessions if row.finished_us is not None}
         for found in await store.run(_deployments, job.id):
-            self._remember(job, found)
+            if found.row.session_id not in finished and self._fits(
+                job, found.row.base_model, found.row.wpg
+            ):
+                self._remember(job, found)
         for snapshot in await store.run(snapshots.live_snapshots, job.id):
+            if not self._fits(job, snapshot.base_model, snapshot.wpg):
+                continue
             job.homes.setdefault(Pool.ROLLOUT, WpgId(snapshot.wpg))
             state.snapshots[DeploymentId(snapshot.id)] = LiveSnapshot(
                 id=DeploymentId(snapshot.id),
@@ -114,6 +128,8 @@ class Recovery:
                 ready=snapshot.state is SnapshotState.READY,
             )
         for sampler in await store.run(snapshots.open_sampling_sessions, job_id=job.id):
+            if sampler.session_id in finished:
+                continue
             self._remember_sampler(
                 Sampler(
                     id=sampler.id,
@@ -124,6 +140,14 @@ class Recovery:
                     last_used_us=now,
                 )
             )
+
+    def _fits(self, job: LiveJob, model: str, wpg: str) -> bool:
+        """Whether the partition still has them; if not, intake ends the job."""
+        if model not in self._parts.settings.models:
+            job.unfit = f"model {model}, which it uses, is no longer in the partition's catalogue"
+        elif WpgId(wpg) not in self._parts.placer.wpgs:
+            job.unfit = f"WPG {wpg}, where it lives, is no longer configured in the partition"
+        return not job.unfit
 
     def _remember(self, job: LiveJob, found: _Found) -> None:
         row = found.row

@@ -70,7 +70,7 @@ class ServiceBase:
         if who.job is None:
             raise Denied("this route is for a job's controller: use its API key")
         job = self.state.jobs.get(who.job)
-        if job is None:
+        if job is None or job.ended:
             raise NotFound("running job", str(who.job))
         return job
 
@@ -121,7 +121,7 @@ class ServiceBase:
             seq=0,
             doomed=True,
         )
-        entry = Entry(call=call)
+        entry = Entry(call=call, forgotten=True)
         entry.resolve(wire.Failed(message, "user"))
         self.shell.entries[call_id] = entry
         return call_id

@@ -55,6 +55,8 @@ class PartitionService(SamplingCalls):
             metadata=metadata,
             now_us=self.now_us(),
         )
+        if job.ended:
+            raise NotFound("running job", str(job.id))
         if row.id not in self.state.sessions:
             self.state.sessions[row.id] = LiveSession(
                 id=row.id, job=job.id, heartbeat_us=self.now_us()
@@ -86,7 +88,9 @@ class PartitionService(SamplingCalls):
     async def outcome(self, who: Principal, request_id: str, *, wait_s: float) -> Outcome:
         call_id = CallId(request_id)
         entry = self.shell.entries.get(call_id)
-        if entry is None and (lost := self.lost_samples.pop(call_id, None)) is not None:
+        lost = self.lost_samples.get(call_id)
+        if entry is None and lost is not None and lost[0].job == who.job:
+            del self.lost_samples[call_id]
             self.begin_sample(*lost)
             entry = self.shell.entries.get(call_id)
         if entry is None:
@@ -222,9 +226,22 @@ class PartitionService(SamplingCalls):
     async def end_job(
         self, job_id: JobId, *, state: JobState, reason: str, exit_code: int | None
     ) -> None:
-        """A job is over: everything of it goes except its bill and its checkpoints."""
-        live = self.state.jobs.pop(job_id, None)
+        """A job is over: everything of it goes except its bill and its checkpoints.
+
+        If it fails, the database being away, the job stays and is ended by intake's next look.
+        """
+
+        async def end() -> None:
+            await self._end_job(job_id, state=state, reason=reason, exit_code=exit_code)
+
+        await self.once(f"end of job {job_id}", end)
+
+    async def _end_job(
+        self, job_id: JobId, *, state: JobState, reason: str, exit_code: int | None
+    ) -> None:
+        live = self.state.jobs.get(job_id)
         if live is not None:
+            live.ended = True
             self._drop_all(live)
         await self.store.run(
             queue.finish,
@@ -234,11 +251,19 @@ class PartitionService(SamplingCalls):
             exit_code=exit_code,
             now_us=self.now_us(),
         )
+        if live is not None:
+            self._drop_all(live)  # what was being accepted when it ended
+            self.state.jobs.pop(job_id, None)
         self.shell.tick(flush=True)
         await self.writer.drain()
         await self.store.run(queue.close_bill, job_id)
 
     def _drop_all(self, job: LiveJob) -> None:
+        # A daemon that was killed may have ended a session and not what belongs to it.
+        for sampler in [s for s in self.state.samplers.values() if s.job == job.id]:
+            self.close_sampler(sampler)
+        for deployment in [d for d in self.state.deployments.values() if d.job == job.id]:
+            self.drop_deployment(deployment)
         for session in [s for s in self.state.sessions.values() if s.job == job.id]:
             self.end_session(session, reason="the job ended")
             del self.state.sessions[session.id]

@@ -17,7 +17,7 @@ from plexrl_slurm.daemons.service_base import file_name
 from plexrl_slurm.daemons.service_training import TrainingCalls
 from plexrl_slurm.daemons.shell import Entry, Weights
 from plexrl_slurm.daemons.spool import SampleLine
-from plexrl_slurm.daemons.state import LiveSnapshot, Sampler
+from plexrl_slurm.daemons.state import LiveSession, LiveSnapshot, Sampler
 from plexrl_slurm.db import checkpoints, snapshots
 from plexrl_slurm.db.models import CheckpointKind
 
@@ -25,6 +25,12 @@ from plexrl_slurm.db.models import CheckpointKind
 KEPT_SAMPLERS = 2
 #: An older one is collected when nobody has used it for so long.
 SAMPLER_IDLE_US = 300_000_000
+#: The same while snapshots take more than their share of the host tier.
+CROWDED_IDLE_US = 30_000_000
+#: The share: one part of so many.
+SNAPSHOT_SHARE = 4
+#: A sampler that has accepted more calls forgets those that are over and fetched.
+REMEMBERED_CALLS = 4096
 
 
 class SamplingCalls(TrainingCalls):
@@ -54,9 +60,9 @@ class SamplingCalls(TrainingCalls):
 
         async def accept() -> str:
             if model_path is not None:
-                snapshot = await self._named_snapshot(who, model_path)
+                snapshot = await self._named_snapshot(who, session, model_path)
             else:
-                snapshot = await self._base_snapshot(who, base_model)
+                snapshot = await self._base_snapshot(who, session, base_model)
             sampler = Sampler(
                 id=new_id,
                 session=session.id,
@@ -74,21 +80,25 @@ class SamplingCalls(TrainingCalls):
                 job_id=session.job,
                 now_us=self.now_us(),
             )
+            if session.finished or snapshot.dropped:
+                raise BadInput(f"session {session.id} has ended: make a new ServiceClient")
             snapshot.samplers.add(new_id)
             self.state.samplers[new_id] = sampler
             return new_id
 
         return await self.once(new_id, accept)
 
-    async def _base_snapshot(self, who: Principal, base_model: str | None) -> LiveSnapshot:
+    async def _base_snapshot(
+        self, who: Principal, session: LiveSession, base_model: str | None
+    ) -> LiveSnapshot:
         model = self.model_named(base_model)
         if model is None:
             raise UnknownModel(base_model or "", tuple(sorted(self.models)))
         job = self.job_of(who)
-        snapshot_id = DeploymentId(f"j{job.id}.base.{file_name(model.name)}")
         return await self._standing(
+            session,
             LiveSnapshot(
-                id=snapshot_id,
+                id=DeploymentId(f"{session.id}.base.{file_name(model.name)}"),
                 job=job.id,
                 model=model.name,
                 uri=None,
@@ -98,10 +108,10 @@ class SamplingCalls(TrainingCalls):
                 bytes=model.weights_bytes,
                 deployment=None,
                 ready=True,
-            )
+            ),
         )
 
-    async def _named_snapshot(self, who: Principal, uri: str) -> LiveSnapshot:
+    async def _named_snapshot(self, who: Principal, session: LiveSession, uri: str) -> LiveSnapshot:
         for snapshot in self.state.snapshots.values():
             if snapshot.uri == uri and snapshot.job == who.job and not snapshot.dropped:
                 return snapshot
@@ -118,8 +128,9 @@ class SamplingCalls(TrainingCalls):
             raise UnknownModel(row.base_model, tuple(sorted(self.models)))
         job = self.job_of(who)
         return await self._standing(
+            session,
             LiveSnapshot(
-                id=DeploymentId(f"j{job.id}.ck{row.id}"),
+                id=DeploymentId(f"{session.id}.ck{row.id}"),
                 job=job.id,
                 model=model.name,
                 uri=None,
@@ -129,20 +140,26 @@ class SamplingCalls(TrainingCalls):
                 bytes=model.weights_bytes,
                 deployment=None,
                 ready=True,
-            )
+            ),
         )
 
-    async def _standing(self, snapshot: LiveSnapshot) -> LiveSnapshot:
-        """A snapshot whose weights are on disk already; once for each job."""
-        known = self.state.snapshots.get(snapshot.id)
-        if known is not None:
-            return known
-        if not await asyncio.to_thread(Path(snapshot.path).exists):
-            raise BadInput(f"the weights at {snapshot.path} are gone: save them again")
-        await self.store.run(self._record_snapshot, snapshot, None, 0, None)
-        self.state.snapshots[snapshot.id] = snapshot
-        self.place_snapshot(snapshot)
-        return snapshot
+    async def _standing(self, session: LiveSession, snapshot: LiveSnapshot) -> LiveSnapshot:
+        """A snapshot whose weights are on disk already; once for each session."""
+
+        async def record() -> LiveSnapshot:
+            known = self.state.snapshots.get(snapshot.id)
+            if known is not None:
+                return known
+            if not await asyncio.to_thread(Path(snapshot.path).exists):
+                raise BadInput(f"the weights at {snapshot.path} are gone: save them again")
+            await self.store.run(self._record_snapshot, snapshot, None, 0, None)
+            if session.finished:
+                raise BadInput(f"session {session.id} has ended: make a new ServiceClient")
+            self.state.snapshots[snapshot.id] = snapshot
+            self.place_snapshot(snapshot)
+            return snapshot
+
+        return await self.once(f"snapshot {snapshot.id}", record)
 
     def place_snapshot(self, snapshot: LiveSnapshot) -> None:
         """Tell the core of a snapshot that is ready."""
@@ -165,7 +182,9 @@ class SamplingCalls(TrainingCalls):
 
     async def sampler_info(self, who: Principal, sampling_session_id: str) -> SamplerInfo:
         sampler = self.sampler_of(who, sampling_session_id)
-        snapshot = self.state.snapshots[sampler.snapshot]
+        snapshot = self.state.snapshots.get(sampler.snapshot)
+        if snapshot is None:
+            raise BadInput(_collected(sampler))
         return SamplerInfo(
             sampling_session_id=sampler.id, base_model=snapshot.model, model_path=snapshot.uri
         )
@@ -183,14 +202,11 @@ class SamplingCalls(TrainingCalls):
         if (known := sampler.calls.get(seq_id)) is not None:
             return known
         call_id = CallId(f"{sampler.id}.{seq_id}")
+        if call_id in self.shell.entries or call_id in self.lost_samples:
+            return call_id
         snapshot = self.state.snapshots.get(sampler.snapshot)
         if sampler.closed or snapshot is None or snapshot.dropped:
-            return self.failed_at_once(
-                sampler.job,
-                call_id,
-                f"sampler {sampler.id} was collected after {SAMPLER_IDLE_US // 1_000_000} s "
-                f"without use: save the weights for sampling again",
-            )
+            return self.failed_at_once(sampler.job, call_id, _collected(sampler))
         if isinstance(body, wire.Sample) and not seed_given:
             body = _with_seed(body, self._seed(sampler, seq_id))
         line = SampleLine(call_id, seq_id, body)
@@ -235,7 +251,8 @@ class SamplingCalls(TrainingCalls):
                 pass
 
     def _sample_ended(self, call: Call) -> None:
-        for sampler_id in self.state.snapshots[call.deployment].samplers:
+        snapshot = self.state.snapshots.get(call.deployment)
+        for sampler_id in snapshot.samplers if snapshot is not None else ():
             sampler = self.state.samplers[sampler_id]
             if sampler.calls.get(call.seq) == call.id:
                 sampler.waiting -= 1
@@ -246,14 +263,20 @@ class SamplingCalls(TrainingCalls):
         if snapshot is None:
             return
         if not ok or not isinstance(result, wire.Saved):
-            snapshot.dropped = True
+            why = result.message if isinstance(result, wire.Failed) else "they were not written"
+            self.shell.drop(snapshot.id, reason=f"the weights could not be published: {why}")
+            for sampler_id in list(snapshot.samplers):
+                self.close_sampler(self.state.samplers[sampler_id])
+            self.drop_snapshot(snapshot)
             self.writer.add(snapshots.snapshot_failed, snapshot.id)
-            self.shell.drop(snapshot.id)
             return
         snapshot.ready, snapshot.bytes = True, result.bytes
         self.writer.add(_snapshot_ready, snapshot.id, result.bytes, self.now_us())
         if snapshot.uri is not None:
             self._checkpoint_exists(entry.call, result, CheckpointKind.SAMPLER_WEIGHTS)
+        if snapshot.path and self._parts.hub is not None:
+            # It is sampled from its durable copy.
+            self._parts.hub.drop(deployments=[], snapshots=[snapshot.id])
         self.place_snapshot(snapshot)
 
     def _checkpoint_exists(self, call: Call, result: wire.Saved, kind: CheckpointKind) -> None:
@@ -284,6 +307,9 @@ class SamplingCalls(TrainingCalls):
         if sampler.closed:
             return
         sampler.closed = True
+        sampler.calls.clear()
+        for call in [c for c, (owner, _) in self.lost_samples.items() if owner is sampler]:
+            del self.lost_samples[call]
         self.spool.close_journal(sampler.id)
         self.writer.add(_close_sampler, sampler.id, self.now_us(), lazy=True)
         snapshot = self.state.snapshots.get(sampler.snapshot)
@@ -313,12 +339,32 @@ class SamplingCalls(TrainingCalls):
                 continue
             if snapshot.uri is None:
                 by_model.setdefault(snapshot.deployment, []).append(sampler)
-        before = self.now_us() - SAMPLER_IDLE_US
+        held = sum(
+            snapshot.bytes for snapshot in self.state.snapshots.values() if not snapshot.path
+        )
+        crowded = held > self.settings.host_bytes // SNAPSHOT_SHARE
+        before = self.now_us() - (CROWDED_IDLE_US if crowded else SAMPLER_IDLE_US)
         for samplers in by_model.values():
             samplers.sort(key=lambda sampler: sampler.last_used_us)
             for sampler in samplers[:-KEPT_SAMPLERS]:
                 if sampler.waiting == 0 and sampler.last_used_us < before:
                     self.close_sampler(sampler)
+        for sampler in self.state.samplers.values():
+            if len(sampler.calls) > REMEMBERED_CALLS:
+                self._forget_calls(sampler)
+
+    def _forget_calls(self, sampler: Sampler) -> None:
+        entries, lost = self.shell.entries, self.lost_samples
+        sampler.calls = {
+            seq: call for seq, call in sampler.calls.items() if call in entries or call in lost
+        }
+
+
+def _collected(sampler: Sampler) -> str:
+    return (
+        f"sampler {sampler.id} is closed, or was collected because newer ones were used instead: "
+        f"save the weights for sampling again"
+    )
 
 
 def _with_seed(body: wire.Sample, seed: int) -> wire.Sample:

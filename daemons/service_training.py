@@ -1,5 +1,6 @@
 """Training half of the service: models, training calls, checkpoints, publishing."""
 
+import asyncio
 import re
 import shutil
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from plexrl_slurm.api.service import (
     SnapshotReady,
 )
 from plexrl_slurm.core.catalogue import ModelSpec
-from plexrl_slurm.core.errors import NotFound, UnknownModel
+from plexrl_slurm.core.errors import BadInput, ModelTooLarge, NotFound, UnknownModel
 from plexrl_slurm.core.ids import CallId, DeploymentId
 from plexrl_slurm.core.messages import Call, Deployment, FunctionKind, Pool
 from plexrl_slurm.daemons.parts import cuts, tokens_of
@@ -100,6 +101,10 @@ class TrainingCalls(ServiceBase):
                 f"use rank=0, which trains all parameters"
             )
             return self.failed_at_once(job.id, call_id, message), model_id
+        try:
+            wpg = self.placer.home(job, Pool.TRAIN, model)
+        except (BadInput, ModelTooLarge) as problem:
+            return self.failed_at_once(job.id, call_id, str(problem)), model_id
         body = wire.Create(
             base_model=model.name,
             seed=seed if seed is not None else job.seed + model_seq_id,
@@ -109,7 +114,6 @@ class TrainingCalls(ServiceBase):
         )
 
         async def accept() -> CallId:
-            wpg = self.placer.home(job, Pool.TRAIN, model)
             live = LiveDeployment(
                 id=model_id,
                 job=job.id,
@@ -130,6 +134,10 @@ class TrainingCalls(ServiceBase):
             live.calls[0] = call_id
             self.books.remember(model_id, 0, call_id)
             entry = Entry(call=call, data=data, translate=self.translator(live, call))
+            if session.finished:
+                self.shell.refuse(entry, f"session {session.id} has ended")
+                self.drop_deployment(live)
+                return call_id
             self.shell.place(
                 training_deployment(live, job, model), image=None, applied=(0, 0), done=[]
             )
@@ -191,7 +199,7 @@ class TrainingCalls(ServiceBase):
         call_id = CallId(f"{file_name(live.id)}.unload")
         self.drop_deployment(live)
         call = Call(id=call_id, deployment=live.id, job=live.job, kind=FunctionKind.CREATE, seq=0)
-        entry = Entry(call=call)
+        entry = Entry(call=call, forgotten=True)
         entry.resolve(ModelReady(model_id=live.id))
         self.shell.entries[call_id] = entry
         return call_id
@@ -202,8 +210,13 @@ class TrainingCalls(ServiceBase):
             return
         live.dropped = True
         self.shell.drop(live.id)
-        for call in self.books.forget_all(live.id):
-            self.spool.drop_body(call)
+        self.books.forget_all(live.id)
+        for call in live.calls.values():
+            self.shell.forget(call)
+            entry = self.shell.entries.get(call)
+            self.spool.drop_result(call)
+            if entry is not None and entry.call.parts > 1:
+                self.spool.drop_result(call, parts=entry.call.parts)
         if self._parts.hub is not None:
             self._parts.hub.drop(deployments=[live.id], snapshots=[])
         self.writer.add(_drop_deployment, live.id, self.now_us(), lazy=True)
@@ -242,14 +255,13 @@ class TrainingCalls(ServiceBase):
             await self.store.run(calls.record_call, call, now_us=live.last_used_us)
             live.calls[seq] = call_id
             self.books.remember(live.id, seq, call_id)
-            self.shell.submit(
-                Entry(
-                    call=call,
-                    data=data,
-                    publish=publish,
-                    translate=self.translator(live, call),
-                )
+            entry = Entry(
+                call=call, data=data, publish=publish, translate=self.translator(live, call)
             )
+            if live.dropped:
+                self.shell.refuse(entry, f"model {live.id} is unloaded")
+            else:
+                self.shell.submit(entry)
             return call_id
 
         return await self.once(call_id, accept)
@@ -306,21 +318,25 @@ class TrainingCalls(ServiceBase):
         name: str | None,
         sampling_session_seq_id: int | None,
     ) -> CallId:
-        live = self.deployment_of(who, model_id)
+        live, job = self.deployment_of(who, model_id), self.job_of(who)
         if (known := live.calls.get(seq_id)) is not None:
             return known
         uri = f"tinker://{live.id}/sampler_weights/{name}" if name else ""
         if name and (problem := await self._bad_name(uri, name, True)):
             return await self._accept(live, seq_id, wire.Doomed(problem))
         path = str(self._folder(live, "sampler_weights", name)) if name else ""
-        job, model = self.state.jobs[live.job], self.models[live.model]
+        model = self.models[live.model]
+        try:
+            wpg = self.placer.home(job, Pool.ROLLOUT, model)
+        except (BadInput, ModelTooLarge) as problem:
+            return await self._accept(live, seq_id, wire.Doomed(str(problem)))
         snapshot = LiveSnapshot(
             id=snapshot_id(live.id, seq_id),
             job=live.job,
             model=live.model,
             uri=uri or None,
             path=path,
-            wpg=self.placer.home(job, Pool.ROLLOUT, model),
+            wpg=wpg,
             content=snapshot_id(live.id, seq_id),
             bytes=model.weights_bytes,
             deployment=live.id,
@@ -332,12 +348,15 @@ class TrainingCalls(ServiceBase):
             await self.store.run(
                 self._record_snapshot, snapshot, sampler, seq_id, sampling_session_seq_id
             )
+            if live.dropped:
+                self.writer.add(snapshots.snapshot_failed, snapshot.id)
+                return
             self.state.snapshots[snapshot.id] = snapshot
             if sampler is not None:
                 snapshot.samplers.add(sampler.id)
                 self.state.samplers[sampler.id] = sampler
 
-        if snapshot.id not in self.state.snapshots:
+        if snapshot.id not in self.state.snapshots and not live.dropped:
             await self.once(f"snapshot {snapshot.id}", record)
         body = wire.Publish(snapshot=snapshot.id, path=path, uri=uri)
         return await self._accept(live, seq_id, body, publish=snapshot.id)
@@ -425,7 +444,7 @@ class TrainingCalls(ServiceBase):
         row = await self.store.run(checkpoints.find_checkpoint, uri)
         await self.store.run(checkpoints.delete_checkpoint, uri)
         if row is not None:
-            shutil.rmtree(row.path, ignore_errors=True)
+            await asyncio.to_thread(shutil.rmtree, row.path, ignore_errors=True)
 
 
 def snapshot_id(model_id: str, seq: int) -> DeploymentId:

@@ -12,6 +12,7 @@ from typing import Any, Protocol, assert_never
 
 from plexrl_slurm import wire
 from plexrl_slurm.clock import now_us
+from plexrl_slurm.core.errors import StorageFull
 from plexrl_slurm.core.explain import ReasonKind
 from plexrl_slurm.core.ids import CallId, CauseId, DeploymentId, WpgId
 from plexrl_slurm.core.messages import (
@@ -34,6 +35,7 @@ from plexrl_slurm.core.messages import (
     SwitchEnded,
     Tick,
     WakeAt,
+    WpgDown,
 )
 from plexrl_slurm.core.scheduler import SchedulerCore
 from plexrl_slurm.daemons.parts import cut, join
@@ -65,6 +67,8 @@ class Entry:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     #: Something was delivered to the caller at this instant; ``None``: never.
     fetched_us: int | None = None
+    #: It has its outcome since.
+    ended_us: int = 0
     #: It ended while no daemon was there; its end is being written down.
     late: bool = False
     #: A complete image contains it: no replay will need it.
@@ -73,6 +77,7 @@ class Entry:
     def resolve(self, outcome: Any) -> None:
         """Everybody who waits gets ``outcome``."""
         self.outcome = outcome
+        self.ended_us = now_us()
         self.ended.set()
 
 
@@ -124,12 +129,14 @@ class Shell:
         self._planned = False
         self._wake: asyncio.TimerHandle | None = None
         self._homeless: dict[DeploymentId, list[Call]] = {}
-        #: Last instruction of every WPG that moves state: its end changes the image.
+        #: Instruction that a WPG moves state by: its end changes the image.
         self._moving: dict[WpgId, Switch | SaveImage] = {}
 
     # -- facts in ----------------------------------------------------------------------------
     def feed(self, event: AnyEvent) -> None:
         """Hand the core one fact; it plans at the end of this turn."""
+        if isinstance(event, WpgDown):
+            self._moving.pop(event.wpg, None)
         try:
             self._perform(self.core.handle(event))
         except Exception as problem:
@@ -173,10 +180,15 @@ class Shell:
         else:
             self._homeless.setdefault(call.deployment, []).append(call)
 
-    def drop(self, deployment: DeploymentId) -> None:
+    def refuse(self, entry: Entry, reason: str) -> None:
+        """A durable call whose deployment went while it was accepted: it fails at once."""
+        self.entries[entry.call.id] = entry
+        self._finish(Finish(call=entry.call.id, ok=False, reason=reason, cause=CauseId("too late")))
+
+    def drop(self, deployment: DeploymentId, *, reason: str = "the job has ended") -> None:
         """Its job ended, or nobody names the snapshot any more."""
         for call in self._homeless.pop(deployment, []):
-            self._finish(Finish(call=call.id, ok=False, reason=_ENDED, cause=CauseId("drop")))
+            self._finish(Finish(call=call.id, ok=False, reason=reason, cause=CauseId("drop")))
         if self.deployments.pop(deployment, None) is not None:
             cause = CauseId(f"drop {deployment}")
             self.feed(DeploymentDropped(at_us=now_us(), cause=cause, deployment=deployment))
@@ -188,8 +200,11 @@ class Shell:
         if entry is None or entry.ended.is_set():
             return
         deployment = self.deployments.get(entry.call.deployment)
-        if deployment is not None:
-            cause = CauseId(f"cancel {call}")
+        cause = CauseId(f"cancel {call}")
+        if deployment is None and entry.sample is not None:
+            self._homeless.get(entry.call.deployment, []).remove(entry.call)
+            self._finish(Finish(call=call, ok=False, reason="cancelled", cause=cause))
+        elif deployment is not None:
             self.feed(CallCancelled(at_us=now_us(), cause=cause, call=call))
             if entry.call.kind is FunctionKind.SAMPLE and self.orders is not None:
                 self.orders.abort(deployment.wpg, call)
@@ -212,11 +227,16 @@ class Shell:
             return
         entry.parts[part] = wire.decode_result(result) if ok else wire.Failed(error, "user")
         if ok and entry.call.parts > 1:
-            self._spool.write_result(call, result, part=part)
+            try:
+                self._spool.write_result(call, result, part=part)
+            except StorageFull as problem:
+                say(log, "part_not_kept", call=call, part=part, reason=problem)
 
     def switch_ended(self, wpg: WpgId, *, ok: bool, moved_bytes: int) -> None:
         """An agent says that a switch or a save ended."""
-        step = self._moving.pop(wpg, None)
+        step = self._moving.get(wpg)
+        if ok:
+            self._moving.pop(wpg, None)
         if ok and isinstance(step, SaveImage):
             self._books.image(wpg, step.deployment, step.progress, moved_bytes)
         elif ok and isinstance(step, Switch) and step.outgoing is not None:
@@ -226,9 +246,12 @@ class Shell:
         if ok:
             self.feed(event)
         else:
-            asyncio.get_running_loop().call_later(RETRY_S, self._feed_late, event)
+            asyncio.get_running_loop().call_later(RETRY_S, self._feed_late, event, step)
 
-    def _feed_late(self, event: SwitchEnded) -> None:
+    def _feed_late(self, event: SwitchEnded, step: Switch | SaveImage | None) -> None:
+        if self._moving.get(event.wpg) is not step:
+            return  # the WPG went down meanwhile, and may be at another one
+        self._moving.pop(event.wpg, None)
         self.feed(
             SwitchEnded(
                 at_us=now_us(),
@@ -271,7 +294,7 @@ class Shell:
                 self._finish(step)
             case Forget():
                 for call in self._books.forget(step.deployment, step.progress):
-                    self._forget(call)
+                    self.forget(call)
             case Charge():
                 self._books.charge(step)
             case WakeAt():
@@ -308,6 +331,7 @@ class Shell:
             return
         result = self.result_of(entry, ok=step.ok, reason=step.reason)
         entry.data = None
+        entry.parts.clear()
         self._books.finished(
             entry,
             result,
@@ -345,7 +369,8 @@ class Shell:
             parts.append(result)
         return join(parts)
 
-    def _forget(self, call: CallId) -> None:
+    def forget(self, call: CallId) -> None:
+        """No replay needs its body."""
         self._spool.drop_body(call)
         if (entry := self.entries.get(call)) is not None:
             entry.forgotten = True
@@ -356,13 +381,22 @@ class Shell:
         if entry is not None and entry.sample is None:
             self._spool.drop_body(call)
             self._spool.drop_result(call)
+            self._spool.drop_result(call, parts=entry.call.parts)
 
-    def collect(self, *, fetched_before_us: int) -> None:
-        """Forget calls whose answers were fetched long ago and that no replay needs."""
+    def collect(self, *, fetched_before_us: int, ended_before_us: int) -> None:
+        """Forget calls that no replay needs and whose answers were fetched long ago.
+
+        ``ended_before_us``: the same of answers that nobody has ever fetched.
+        """
         for call, entry in list(self.entries.items()):
-            old = entry.fetched_us is not None and entry.fetched_us < fetched_before_us
-            if old and (entry.forgotten or entry.sample is not None):
-                del self.entries[call]
+            if not entry.ended.is_set() or not (entry.forgotten or entry.sample is not None):
+                continue
+            if entry.fetched_us is None:
+                old = entry.ended_us < ended_before_us
+            else:
+                old = entry.fetched_us < fetched_before_us
+            if old:
+                self.discard(call)
 
     def image_found(self, deployment: DeploymentId, image: tuple[int, int] | None) -> None:
         """Its agent was started again, and this is what it found in the host tier."""
@@ -387,9 +421,9 @@ class Shell:
         if entry is not None and entry.call.deployment not in self.deployments:
             return "its weights are not there yet"
         reasons = self.core.explain(call).reasons
-        return "; ".join(
-            reason.sentence for reason in reasons if reason.kind is not ReasonKind.RUNNING
-        )
+        # One that the core does not know has ended, and its end is being written down.
+        said = (ReasonKind.RUNNING, ReasonKind.UNKNOWN)
+        return "; ".join(reason.sentence for reason in reasons if reason.kind not in said)
 
     def _owner(self, resident: DeploymentId | None) -> int | None:
         deployment = self.deployments.get(resident) if resident is not None else None
@@ -426,6 +460,3 @@ class Shell:
     def tick(self, *, flush: bool = False) -> None:
         """Let the core book what has passed; with ``flush`` to the last microsecond."""
         self.feed(Tick(at_us=now_us(), cause=CauseId("tick"), flush=flush))
-
-
-_ENDED = "the job has ended"

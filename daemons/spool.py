@@ -9,7 +9,7 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,6 +17,9 @@ import msgspec
 
 from plexrl_slurm import wire
 from plexrl_slurm.core.errors import StorageFull
+
+#: Ends the name of the part of a journal that was written before the current one.
+_OLD = ".old"
 
 
 class SampleLine(msgspec.Struct, frozen=True, array_like=True):
@@ -32,6 +35,11 @@ _lines = msgspec.msgpack.Decoder(SampleLine)
 
 class Spool:
     """Owned by the daemon of one partition."""
+
+    #: Journals that are open at the same time.
+    OPEN_JOURNALS = 64
+    #: A longer journal is begun anew; its calls can be run again until the next one is as long.
+    JOURNAL_BYTES = 32 << 20
 
     def __init__(self, folder: Path) -> None:
         self._bodies = folder / "bodies"
@@ -72,22 +80,37 @@ class Spool:
     # -- sample calls ------------------------------------------------------------------------
     def journal_sample(self, session: str, line: SampleLine) -> None:
         """Append; raises ``StorageFull``, then the torn tail is cut off."""
-        descriptor = self._journals.get(session)
-        if descriptor is None:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-            descriptor = os.open(self._samples / session, flags, 0o600)
-            self._journals[session] = descriptor
         data = msgspec.msgpack.encode(line)
         record = len(data).to_bytes(4, "little") + data
+        descriptor = self._open_journal(session)
         before = os.fstat(descriptor).st_size
+        if before > self.JOURNAL_BYTES:
+            self._shut_journal(session)
+            (self._samples / session).rename(self._samples / f"{session}{_OLD}")
+            descriptor, before = self._open_journal(session), 0
         with _room(self._samples, len(record)):
             if os.write(descriptor, record) != len(record):
                 os.ftruncate(descriptor, before)
                 raise OSError(errno.ENOSPC, "short write")
 
+    def _open_journal(self, session: str) -> int:
+        descriptor = self._journals.pop(session, None)
+        if descriptor is None:
+            if len(self._journals) >= self.OPEN_JOURNALS:
+                self._shut_journal(next(iter(self._journals)))
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            descriptor = os.open(self._samples / session, flags, 0o600)
+        self._journals[session] = descriptor  # the last is the one used last
+        return descriptor
+
+    def _shut_journal(self, session: str) -> None:
+        if (descriptor := self._journals.pop(session, None)) is not None:
+            os.close(descriptor)
+
     def journalled_samples(self, session: str) -> Iterator[SampleLine]:
         """All lines; a torn tail (the daemon died while it wrote) was never acknowledged."""
-        data = _read(self._samples / session) or b""
+        data = _read(self._samples / f"{session}{_OLD}") or b""
+        data += _read(self._samples / session) or b""
         at = 0
         while at + 4 <= len(data):
             size = int.from_bytes(data[at : at + 4], "little")
@@ -98,9 +121,25 @@ class Spool:
 
     def close_journal(self, session: str) -> None:
         """The sampling session is over: nobody can ask for its samples any more."""
-        if (descriptor := self._journals.pop(session, None)) is not None:
-            os.close(descriptor)
+        self._shut_journal(session)
         (self._samples / session).unlink(missing_ok=True)
+        (self._samples / f"{session}{_OLD}").unlink(missing_ok=True)
+
+    # -- start -------------------------------------------------------------------------------
+    def sweep(self, *, calls: Container[str], sessions: Container[str]) -> int:
+        """Delete what belongs to none of these: an earlier daemon died before it could."""
+        gone = 0
+        for folder, owners in (
+            (self._bodies, calls),
+            (self._results, calls),
+            (self._samples, sessions),
+        ):
+            for path in folder.iterdir():
+                owner = path.name.partition("+")[0].removesuffix(_OLD)
+                if owner not in owners:
+                    path.unlink(missing_ok=True)
+                    gone += 1
+        return gone
 
     def mend_journals(self) -> None:
         """At start: cut torn tails off, so that appending goes on at a line's end."""

@@ -25,6 +25,10 @@ class LiveJob:
     #: ``(home, image bytes)`` of what it said it would create.
     declared: list[tuple[WpgId, int]] = field(default_factory=list)
     sessions: int = 0
+    #: It is over; what is being accepted for it comes too late.
+    ended: bool = False
+    #: Why it cannot go on under the partition's present configuration.
+    unfit: str = ""
 
 
 @dataclass(slots=True, eq=False)

@@ -95,8 +95,9 @@ class Writer:
 
     async def drain(self) -> None:
         """Wait until everything queued so far is written."""
-        self._urgent.set()
-        await self._idle.wait()
+        written = asyncio.Event()
+        self.after_commit(written.set)
+        await written.wait()
 
     async def _write(self, batch: list[Write]) -> None:
         pause = 0.1

@@ -200,6 +200,8 @@ class StopOrder(msgspec.Struct, frozen=True, tag="stop"):
     """The hold is given back: end the ranks, delete the host tier, exit 0."""
 
     epoch: int
+    #: Another hold's agents use the same host tier: leave it alone.
+    keep_host: bool = False
 
 
 Command: TypeAlias = (
