@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """SmolLM2-135M-Instruct learns reasoning-gym's ``chain_sum`` (one-digit sums) by GRPO.
 
-    plexrl sbatch --model smollm2-135m --wrap "python examples/grpo_reasoning_gym.py"
+    plexrl sbatch --model smollm2 --wrap "python examples/grpo_reasoning_gym.py"
 
 A real pretrained model, real tasks and their own verifier. Needs ``tinker`` and
 ``reasoning-gym``. About 7 minutes on two CPU cores take held-out accuracy from .45 to .85.
@@ -26,7 +26,7 @@ def learning_rate(steps: int, step: int, _rewards: Sequence[float]) -> float:
 
 def main() -> None:
     """Train; held-out accuracy before and after."""
-    parser = arguments(__doc__ or "", model="smollm2-135m", steps=55)
+    parser = arguments(__doc__ or "", model="smollm2", steps=55)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--group", type=int, default=16)
     asked = parser.parse_args()
