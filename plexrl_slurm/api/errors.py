@@ -4,6 +4,7 @@ The SDK retries 408, 409, 429 and 5xx for minutes and takes every other 4xx as f
 is never used, and 5xx only for what may pass by itself.
 """
 
+import logging
 from typing import Any, Final
 
 import msgspec
@@ -19,6 +20,9 @@ from plexrl_slurm.core.errors import (
     Unauthenticated,
     UnknownModel,
 )
+from plexrl_slurm.logs import say
+
+log = logging.getLogger(__name__)
 
 #: The first that fits decides; a retryable error is 503 before that.
 _STATUS: Final[tuple[tuple[type[BaseException], int], ...]] = (
@@ -49,8 +53,10 @@ def refusal(status: int, sentence: str, *, exit_code: int = 1) -> Response:
     return as_json({"error": sentence, "category": category, "exit_code": exit_code}, status)
 
 
-async def _ours(_: Request, error: Exception) -> Response:
+async def _ours(request: Request, error: Exception) -> Response:
     assert isinstance(error, PlexError)
+    if error.retryable:  # the client tries again in silence, so this is where an admin reads it
+        say(log, "refused_for_now", request=f"{request.method} {request.url.path}", reason=error)
     return refusal(status_of(error), str(error), exit_code=error.exit_code)
 
 

@@ -175,9 +175,18 @@ class StorageFull(PlexError, OSError):
 
     def explain(self) -> str:
         return (
-            f"{self.where} has {self.free_bytes / 2**20:.0f} MiB free and "
-            f"{self.needed_bytes / 2**20:.0f} MiB are needed: free space there, then try again"
+            f"{self.where} has {_size(self.free_bytes)} free and "
+            f"{_size(self.needed_bytes)} are needed: free space there, then try again"
         )
+
+
+def _size(size: int) -> str:
+    """``4.0 KiB``, ``1.5 GiB``."""
+    unit, power = next(
+        ((unit, power) for unit, power in (("GiB", 30), ("MiB", 20)) if size >= 2**power),
+        ("KiB", 10),
+    )
+    return f"{size / 2**power:.1f} {unit}"
 
 
 class InvalidTransition(PlexError, RuntimeError):

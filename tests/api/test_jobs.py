@@ -66,10 +66,17 @@ def test_lists_take_their_filters_from_the_query(api: Api) -> None:
     ],
 )
 def test_a_refused_submission_says_why_and_how_to_exit(
-    api: Api, change: dict[str, Any], status: int, exit_code: int, sentence: str
+    api: Api,
+    change: dict[str, Any],
+    status: int,
+    exit_code: int,
+    sentence: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level("INFO")
     with api.unix() as http:
         answer = http.post("/plexrl/v1/jobs", json=JOB | change)
+    assert ("refused_for_now" in caplog.text) == (status == 503)
     assert answer.status_code == status
     assert answer.json()["exit_code"] == exit_code
     assert sentence in answer.json()["error"]

@@ -54,7 +54,7 @@ EXAMPLES: list[tuple[PlexError, str]] = [
     (DatabaseUnavailable("sqlite:///x", "it is locked"), "database sqlite:///x: it is locked"),
     (
         StorageFull("spool", 5 << 20, 1 << 20),
-        "spool has 1 MiB free and 5 MiB are needed: free space there, then try again",
+        "spool has 1.0 MiB free and 5.0 MiB are needed: free space there, then try again",
     ),
     (
         InvalidTransition("m1", "host", "resident", ("placed", "offloaded")),
