@@ -20,6 +20,8 @@ from plexrl_slurm.settings import Site, read
 _STEP_S = 0.1
 #: Lines of the log that a failed start shows.
 _TAIL = 5
+#: Before the one sentence that a daemon which cannot start writes last.
+_SENTENCE = "plexrl-partitiond: error: "
 
 
 class StartFailed(PlexError):
@@ -27,13 +29,16 @@ class StartFailed(PlexError):
 
     exit_code = 70
 
-    def __init__(self, partition: str, what: str, log: str, tail: str) -> None:
+    def __init__(
+        self, partition: str, what: str, log: str, tail: str, *, code: int = exit_code
+    ) -> None:
         super().__init__(partition, what, log, tail)
         self.partition, self.what, self.log, self.tail = partition, what, log, tail
+        self.__dict__["exit_code"] = code
 
     def explain(self) -> str:
         said = f" It says last: {self.tail}" if self.tail else ""
-        return f"the daemon of partition {self.partition!r} {self.what}: see {self.log}.{said}"
+        return f"the daemon of partition {self.partition!r} {self.what} (see {self.log}).{said}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +82,12 @@ def start(
     """Start the daemon unless it runs, and wait for it."""
     deadline = time.monotonic() + timeout_s
     process: subprocess.Popen[bytes] | None = None
+    before = log_file(site).stat().st_size if log_file(site).exists() else 0
     health = _health(site)
     if health is None:
         process = _spawn(site)
     while health is None:
-        _look(site, process, deadline)
+        _look(site, process, deadline, before)
         time.sleep(_STEP_S)
         health = _health(site)
     while wait_for_wpgs:
@@ -90,7 +96,7 @@ def start(
         if not starting:
             break
         say(f"starting WPG {', '.join(starting)} ...")
-        _look(site, process, deadline)
+        _look(site, process, deadline, before)
         time.sleep(5 * _STEP_S)
     return Running(pid=_pid(site), address=_address(site), started=process is not None)
 
@@ -139,14 +145,20 @@ def _popen(argv: list[str], log: IO[bytes]) -> "subprocess.Popen[bytes]":
     )
 
 
-def _look(site: Site, process: "subprocess.Popen[bytes] | None", deadline: float) -> None:
-    """Raise if the daemon has ended, or took too long."""
+def _look(
+    site: Site, process: "subprocess.Popen[bytes] | None", deadline: float, before: int
+) -> None:
+    """Raise if the daemon has ended, or took too long; the log had ``before`` bytes at first."""
     log = log_file(site)
     if process is not None and process.poll() is not None:
+        tail = _tail(log, before)
+        if _SENTENCE in tail:
+            what = f"did not start: {tail.rpartition(_SENTENCE)[2].rstrip('.')}"
+            raise StartFailed(site.partition, what, str(log), "", code=process.returncode)
         what = f"ended with code {process.returncode} instead of starting"
-        raise StartFailed(site.partition, what, str(log), _tail(log))
+        raise StartFailed(site.partition, what, str(log), tail)
     if time.monotonic() > deadline:
-        raise StartFailed(site.partition, "is still starting", str(log), _tail(log))
+        raise StartFailed(site.partition, "is still starting", str(log), _tail(log, before))
 
 
 def _health(site: Site) -> dict[str, Any] | None:
@@ -183,9 +195,9 @@ def _pid(site: Site) -> int | None:
     return pid if b"partitiond" in command and state != "Z" else None
 
 
-def _tail(log: Path) -> str:
+def _tail(log: Path, before: int = 0) -> str:
     try:
-        lines = log.read_text(errors="replace").splitlines()
+        lines = log.read_bytes()[before:].decode(errors="replace").splitlines()
     except OSError:
         return ""
     return " | ".join(line.strip() for line in lines[-_TAIL:] if line.strip())

@@ -149,6 +149,7 @@ def sbatch(
     with Client(site) as client:
         if test_only:
             _test(client, site, request)
+            app.answer({"name": request.name, "submitted": False, **_where(site, request)}, "")
             return 0
         with waiting(f"submitting to partition {site.partition}"):
             job = submit(client, slurm_of(site), request)
@@ -156,14 +157,17 @@ def sbatch(
             "job_id": job.job_id,
             "slurm_id": job.slurm_id,
             "name": request.name,
-            "partition": site.partition,
-            "models": list(request.models),
+            **_where(site, request),
         }
         text = job.slurm_id if parsable else f"Submitted batch job {job.slurm_id}"
         app.answer(facts, text)
         if wait:
             return exit_code_of(wait_for_end(client, job.slurm_id))
     return 0
+
+
+def _where(site: Site, request: Request) -> dict[str, Any]:
+    return {"partition": site.partition, "models": list(request.models)}
 
 
 def _head(script: str | None, wrap: str | None) -> ScriptHead:

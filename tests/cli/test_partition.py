@@ -111,6 +111,21 @@ def test_a_daemon_that_ends_at_once_is_explained_with_its_log(
     assert "no port left" in done.stderr
 
 
+def test_a_daemons_own_sentence_and_exit_code_come_through(
+    plexrl: Plexrl, partitiond: Path, home: Path
+) -> None:
+    (home / "state").mkdir(exist_ok=True)
+    (home / "state" / "partitiond.log").write_text("plexrl-partitiond: error: of an older start\n")
+    partitiond.write_text(
+        "import sys; sys.stderr.write('plexrl-partitiond: error: database x: it is newer'); "
+        "sys.exit(75)"
+    )
+    done = plexrl("partition", "up")
+    assert done.exit_code == 75
+    assert "did not start: database x: it is newer (see" in done.stderr
+    assert "older" not in done.stderr
+
+
 def test_up_refuses_a_file_with_mistakes(plexrl: Plexrl, partitiond: Path, home: Path) -> None:
     (home / "plexrl.toml").write_text(CONFIG.replace('"fake_train"', '"fake"'))
     done = plexrl("partition", "up")

@@ -141,10 +141,12 @@ def test_test_only_checks_and_submits_nothing(
     done = plexrl("sbatch", "--test-only", "count.sh")
     assert (done.exit_code, done.stdout) == (0, "")
     assert "count.sh is fine for partition rlvr (models: tiny)" in done.stderr
+    told = json.loads(plexrl("sbatch", "--test-only", "--json", "count.sh").stdout)
+    assert (told["name"], told["submitted"]) == ("count", False)
     refused = plexrl("sbatch", "--test-only", "--model=huge", "count.sh")
     assert refused.exit_code == 65
     assert "unknown model 'huge'; this partition offers: tiny" in refused.stderr
-    assert daemon.routes() == ["GET /nodes", "GET /nodes"]
+    assert daemon.routes() == ["GET /nodes"] * 3
     assert held_jobs(home) == []
 
 
