@@ -10,6 +10,10 @@ from plexrl_slurm.core.errors import StorageFull
 from plexrl_slurm.daemons.spool import SampleLine, Spool
 
 
+def _open_files() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
 def line(seq: int) -> SampleLine:
     return SampleLine(f"s.{seq}", seq, wire.Sample([1, 2], 1, 4, seed=seq))
 
@@ -57,6 +61,52 @@ def test_a_closed_journal_is_gone(tmp_path: Path) -> None:
     spool.journal_sample("s", line(0))
     spool.close_journal("s")
     assert list(spool.journalled_samples("s")) == []
+
+
+def test_a_long_journal_is_begun_anew_and_the_one_before_can_still_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spool = Spool(tmp_path)
+    spool.journal_sample("s", line(0))
+    size = (tmp_path / "samples" / "s").stat().st_size
+    monkeypatch.setattr(Spool, "JOURNAL_BYTES", 3 * size)
+    for seq in range(1, 10):
+        spool.journal_sample("s", line(seq))
+    found = [one.seq for one in Spool(tmp_path).journalled_samples("s")]
+    assert found == [4, 5, 6, 7, 8, 9]
+    spool.close_journal("s")
+    assert list((tmp_path / "samples").iterdir()) == []
+
+
+def test_however_many_journals_there_are_few_are_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Spool, "OPEN_JOURNALS", 3)
+    before = _open_files()
+    spool = Spool(tmp_path)
+    for seq in range(2):
+        for name in "abcdefgh":
+            spool.journal_sample(name, line(seq))
+    assert _open_files() == before + 3
+    assert [one.seq for one in spool.journalled_samples("a")] == [0, 1]
+    for name in "abcdefgh":
+        spool.close_journal(name)
+    assert _open_files() == before
+
+
+def test_a_sweep_deletes_what_belongs_to_nobody(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    for call in ("mine", "gone"):
+        spool.write_body(call, b"b")
+        spool.write_result(call, b"r")
+        spool.write_result(call, b"p", part=1)
+        spool.journal_sample(f"sampler.{call}", line(0))
+    (tmp_path / "bodies" / ".gone").write_bytes(b"torn")
+    assert spool.sweep(calls={"mine"}, sessions={"sampler.mine"}) == 5
+    left = sorted(path.name for path in tmp_path.rglob("*") if path.is_file())
+    assert left == ["mine", "mine", "mine+1", "sampler.mine"]
+    spool.close_journal("sampler.mine")
+    spool.close_journal("sampler.gone")
 
 
 def test_a_full_disk_is_said_and_leaves_nothing_behind(
