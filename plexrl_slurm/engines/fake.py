@@ -25,9 +25,10 @@ import numpy as np
 from plexrl_slurm import wire
 from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.catalogue import ModelSpec
-from plexrl_slurm.core.errors import BadImage, BadInput
+from plexrl_slurm.core.errors import BadImage, BadInput, StorageFull
 from plexrl_slurm.engines.base import RankSpec
 from plexrl_slurm.engines.sampling import check_sample, top_k
+from plexrl_slurm.memory.files import storage_errors
 from plexrl_slurm.memory.slab import Slab, SlabHeader, SlabTensor
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -215,8 +216,13 @@ class FakeTrainEngine:
         if self._spec.rank == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
             part = path.with_name(f".{path.name}.part")
-            part.write_bytes(data)
-            part.rename(path)
+            try:
+                with storage_errors(path.parent, len(data)):
+                    part.write_bytes(data)
+                    part.rename(path)
+            except StorageFull:
+                part.unlink(missing_ok=True)
+                raise
         return len(data)
 
     def _header(

@@ -1,4 +1,5 @@
 import asyncio
+import errno
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 
 from plexrl_slurm import wire
 from plexrl_slurm.core.catalogue import ModelSpec
-from plexrl_slurm.core.errors import BadImage, BadInput
+from plexrl_slurm.core.errors import BadImage, BadInput, StorageFull
 from plexrl_slurm.engines.base import RankSpec, make_sample_engine, make_train_engine
 from plexrl_slurm.engines.fake import FakeSampleEngine, FakeTrainEngine
 
@@ -181,6 +182,22 @@ def test_a_checkpoint_brings_the_state_back_with_or_without_the_optimizer(tmp_pa
     assert engine.digest() != whole
     with pytest.raises(BadInput, match="tinker://none"):
         engine.load_state(wire.LoadState(str(tmp_path / "none"), "tinker://none", optimizer=True))
+
+
+def test_a_full_host_tier_fails_the_publish_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Path, _data: bytes) -> int:
+        self.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    engine = make_trained()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        with pytest.raises(StorageFull, match="free"):
+            engine.publish(wire.Publish("s"), tmp_path / "s")
+    assert list(tmp_path.iterdir()) == []
+    engine.publish(wire.Publish("s"), tmp_path / "s")
 
 
 def make_sample(**fields: Any) -> wire.Sample:
