@@ -204,9 +204,7 @@ def test_no_link_in_a_job_folder_is_followed(slurm: LocalSlurm, tmp_path: Path) 
     assert slurm.states([SlurmId("77")]) == {}
 
 
-def test_a_job_folder_cannot_name_somebody_elses_process(
-    slurm: LocalSlurm, tmp_path: Path
-) -> None:
+def test_a_job_folder_cannot_name_somebody_elses_process(slurm: LocalSlurm, tmp_path: Path) -> None:
     number = slurm.submit(job(tmp_path, "true"), hold=True)
     folder = tmp_path / "local" / number
     fields = Path("/proc/1/stat").read_text().rsplit(")", 1)[1].split()
