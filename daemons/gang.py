@@ -23,6 +23,9 @@ log = logging.getLogger(__name__)
 
 #: Longest pause between two starts of a gang that does not come up.
 MAX_BACKOFF_S = 30.0
+#: Longest wait for a gang to come up, and for its answer to an order, unless the WPG's options
+#: ``start_timeout_s`` and ``answer_timeout_s`` say otherwise.
+PATIENCE_S = 3600.0
 #: A rank's log is begun anew, when its gang starts, once it is larger.
 LOG_BYTES = 16 << 20
 
@@ -96,7 +99,15 @@ class Gang:
         for rank, operation in enumerate(operations):
             data = ranklink.encode(ranklink.Order(order_id, operation))
             await self._send(self._identity(rank), data)
-        return await waiting.future
+        patience_s = self._seconds("answer_timeout_s")
+        try:
+            async with asyncio.timeout(patience_s):
+                return await waiting.future
+        except TimeoutError:
+            # It hangs (stopped, or waiting for a peer): only a new gang can go on.
+            self._reason = f"no answer to an order within {patience_s:g} s"
+            self._signal_all()
+            raise GangLost(self._reason) from None
 
     async def abort(self, order_id: str) -> None:
         """Tell a sampling rank that nobody waits for ``order_id``."""
@@ -144,7 +155,7 @@ class Gang:
             else:
                 self._changed(self, "")
                 exits = [asyncio.create_task(process.wait()) for process in self._processes]
-                await asyncio.wait(exits, return_when=asyncio.FIRST_COMPLETED)
+                await self._wait_for_an_end(exits)
                 self._note_exit()
                 came_up = self.state == "up"
                 failures = 0 if came_up else failures + 1
@@ -167,6 +178,19 @@ class Gang:
                 pause_s=pause,
             )
             await asyncio.sleep(pause)
+
+    async def _wait_for_an_end(self, exits: "list[asyncio.Task[int]]") -> None:
+        """Until a rank ends, or the gang has not come up in time."""
+        patience_s = self._seconds("start_timeout_s")
+        first = asyncio.FIRST_COMPLETED
+        ended, _ = await asyncio.wait(exits, timeout=patience_s, return_when=first)
+        if not ended and self.state != "up":
+            self._reason = f"did not come up within {patience_s:g} s"
+        elif not ended:
+            await asyncio.wait(exits, return_when=first)
+
+    def _seconds(self, option: str) -> float:
+        return float(self.config.options.get(option, PATIENCE_S))
 
     def _ending(self) -> bool:
         """Read anew after an await: somebody may have asked for the end meanwhile."""
@@ -228,10 +252,13 @@ class Gang:
         share = len(cores) // self.processes
         return list(cores[rank * share : (rank + 1) * share])
 
-    async def _kill(self) -> None:
+    def _signal_all(self) -> None:
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+
+    async def _kill(self) -> None:
+        self._signal_all()
         for process in self._processes:
             await process.wait()
 

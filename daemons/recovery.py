@@ -136,7 +136,7 @@ class Recovery:
                     session=sampler.session_id,
                     job=job.id,
                     snapshot=DeploymentId(sampler.snapshot_id),
-                    seed_name=_seed_name(sampler.id, sampler.seq, sampler.snapshot_id),
+                    seed_name=_seed_name(sampler.id, sampler.seq),
                     last_used_us=now,
                 )
             )
@@ -326,13 +326,13 @@ def _maybe(name: str | None) -> DeploymentId | None:
     return DeploymentId(name) if name is not None else None
 
 
-def _seed_name(sampler: str, seq: int, snapshot: str) -> str:
+def _seed_name(sampler: str, seq: int) -> str:
     """What ``service_sampling`` and ``service_training`` call it."""
-    kind = sampler.rpartition("-")[2].partition(".")[2]
+    number, _, kind = sampler.rpartition("-")[2].partition(".")
     if kind.startswith("e"):
         model, _, version = kind[1:].partition(".")
-        return f"train:{model}@{version}"
-    return f"session {seq}"
+        return f"{number}:train:{model}@{version}"
+    return f"{number}:session {seq}"
 
 
 def _deployments(session: Any, job: JobId) -> list[_Found]:

@@ -14,7 +14,7 @@ from plexrl_slurm.core.ids import CallId, DeploymentId
 from plexrl_slurm.core.messages import Call, Deployment, FunctionKind, Pool
 from plexrl_slurm.daemons.parts import tokens_of
 from plexrl_slurm.daemons.service_base import file_name
-from plexrl_slurm.daemons.service_training import TrainingCalls
+from plexrl_slurm.daemons.service_training import TrainingCalls, session_number
 from plexrl_slurm.daemons.shell import Entry, Weights
 from plexrl_slurm.daemons.spool import SampleLine
 from plexrl_slurm.daemons.state import LiveSession, LiveSnapshot, Sampler
@@ -68,7 +68,7 @@ class SamplingCalls(TrainingCalls):
                 session=session.id,
                 job=session.job,
                 snapshot=snapshot.id,
-                seed_name=f"session {sampling_session_seq_id}",
+                seed_name=f"{session_number(session.id)}:session {sampling_session_seq_id}",
                 last_used_us=self.now_us(),
             )
             await self.store.run(

@@ -367,7 +367,7 @@ class TrainingCalls(ServiceBase):
             session=live.session,
             job=live.job,
             snapshot=snapshot.id,
-            seed_name=f"{live.id.partition(':')[2]}@{seq}",
+            seed_name=f"{session_number(live.session)}:{live.id.partition(':')[2]}@{seq}",
             last_used_us=self.now_us(),
         )
 
@@ -450,6 +450,11 @@ class TrainingCalls(ServiceBase):
 def snapshot_id(model_id: str, seq: int) -> DeploymentId:
     """Name of the snapshot that call ``seq`` of ``model_id`` publishes."""
     return DeploymentId(f"{file_name(model_id)}.v{seq}")
+
+
+def session_number(session: str) -> str:
+    """Its number within its job: the same whenever the same controller is run again."""
+    return session.rpartition("-")[2]
 
 
 def sampler_id(session: str, model_id: str, seq: int) -> str:

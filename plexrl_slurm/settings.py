@@ -48,6 +48,8 @@ ENGINE_OPTIONS: Final[Mapping[str, Mapping[str, Callable[[object], object]]]] = 
         "max_tokens_per_microbatch": as_count,
         "prefix_sharing": as_switch,
         "model": as_name,
+        "start_timeout_s": as_count,
+        "answer_timeout_s": as_count,
     },
     "vllm": {
         "device_bytes": as_bytes,
@@ -57,6 +59,8 @@ ENGINE_OPTIONS: Final[Mapping[str, Mapping[str, Callable[[object], object]]]] = 
         "block_size": as_count,
         "max_slots": as_count,
         "model": as_name,
+        "start_timeout_s": as_count,
+        "answer_timeout_s": as_count,
     },
 }
 #: A unix socket's path may not be longer.

@@ -136,9 +136,12 @@ class FakeDaemon:
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with a settings file; nothing of the caller's environment matters."""
-    folder = tmp_path / "w"
+def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a settings file; nothing of the caller's environment matters.
+
+    Not under ``tmp_path``, whose length leaves too little for a unix socket's name.
+    """
+    folder = tmp_path_factory.mktemp("w")
     make_model_folder(folder / "models" / "tiny")
     (folder / "plexrl.toml").write_text(CONFIG)
     monkeypatch.chdir(folder)

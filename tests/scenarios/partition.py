@@ -95,10 +95,11 @@ class Partition:
         rollout: Mapping[str, Any] | None = None,
         settings: Mapping[str, Any] | None = None,
         engines: tuple[str, str] = ("fake_train", "fake_sample"),
+        train_gpus: int = 1,
         model: Path,
     ) -> None:
         self.folder = folder
-        self.engines = engines
+        self.engines, self.train_gpus = engines, train_gpus
         self.host = Path("/dev/shm") / f"plexrl-test-{os.getpid()}-{folder.name}"
         self.host.mkdir(mode=0o700)
         self.config = folder / "plexrl.toml"
@@ -137,9 +138,9 @@ class Partition:
     def agent_pid(self) -> int:
         return int(self.nodes()["agents"][0]["pid"])
 
-    def rank_pid(self, wpg: str) -> int:
+    def rank_pid(self, wpg: str, rank: int = 0) -> int:
         (view,) = [view for view in self.nodes()["wpgs"] if view["id"] == wpg]
-        return int(view["pids"][0])
+        return int(view["pids"][rank])
 
     def kill_daemon(self) -> None:
         """With -9."""
@@ -236,6 +237,7 @@ backend = "local"
 [[wpg]]
 pool = "train"
 engine = "{partition.engines[0]}"
+gpus = {partition.train_gpus}
 options = {_inline(train)}
 
 [[wpg]]

@@ -1,6 +1,7 @@
 """kill -9 of a rank, the agent, the daemon: the controller notices only time."""
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -39,6 +40,20 @@ def _daemon(partition: Partition) -> None:
     assert [partition.rank_pid(wpg) for wpg in ("train-0", "rollout-0")] == ranks
 
 
+def _rank_then_daemon(partition: Partition) -> None:
+    agent = partition.agent_pid()
+    kill(partition.rank_pid("train-0"))
+    wait_until(lambda: _is_up(partition), name="the gang to come back")
+    time.sleep(0.2)
+    partition.kill_daemon()
+    partition.start()
+    assert partition.agent_pid() == agent
+
+
+def _is_up(partition: Partition) -> bool:
+    return all(wpg["state"] not in ("down", "starting") for wpg in partition.nodes()["wpgs"])
+
+
 def _daemon_by_term(partition: Partition) -> None:
     partition.stop_daemon()
     partition.start()
@@ -64,6 +79,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[
         pytest.param(_daemon, 1, id="daemon while it trains"),
         pytest.param(_daemon, 101, id="daemon while it samples"),
         pytest.param(_daemon_by_term, 1, id="daemon stopped and started"),
+        pytest.param(_rank_then_daemon, 2, id="daemon while calls run again for a dead rank"),
     ],
 )
 def test_a_killed_process_changes_nothing_that_the_controller_sees(
@@ -114,6 +130,45 @@ def test_both_ranks_killed_again_and_again_still_give_the_same_end(
     assert train(job, between=between) == undisturbed[0]
     assert len(pids) == 4
     assert partition.published(job, "end") == undisturbed[1]
+
+
+def test_one_dead_rank_of_a_gang_of_two_takes_the_gang_and_nothing_else(
+    tmp_path: Path, model: Path, undisturbed: tuple[list[Any], Any]
+) -> None:
+    options: dict[str, Any] = {"train": SLOW, "rollout": SLOW_SAMPLES, "train_gpus": 2}
+    settings = {"image_every": 1}
+    with running(tmp_path, model=model, settings=settings, **options) as partition:
+        rollout = partition.rank_pid("rollout-0")
+        job = Job(partition, seed=7, models=["tiny"])
+
+        def between(step: int) -> None:
+            if step in (1, 3):
+                kill(partition.rank_pid("train-0", rank=1))
+
+        assert train(job, between=between) == undisturbed[0]
+        assert partition.published(job, "end") == undisturbed[1]
+        assert len({path.suffix for path in partition.images()}) == 2
+        assert partition.rank_pid("rollout-0") == rollout
+        job.cancel()
+        partition.stop_daemon()
+        assert partition.flaws() == []
+
+
+def test_a_rank_that_hangs_is_replaced_after_its_time(
+    tmp_path: Path, model: Path, undisturbed: tuple[list[Any], Any]
+) -> None:
+    patience = SLOW | {"answer_timeout_s": 2}
+    with running(tmp_path, model=model, train=patience, rollout=SLOW_SAMPLES) as partition:
+        job = Job(partition, seed=7, models=["tiny"])
+        stopped: list[int] = []
+
+        def between(step: int) -> None:
+            if step == 1:
+                stopped.append(partition.rank_pid("train-0"))
+                os.kill(stopped[0], signal.SIGSTOP)
+
+        assert train(job, between=between) == undisturbed[0]
+        assert partition.rank_pid("train-0") != stopped[0]
 
 
 def test_a_call_that_always_kills_its_rank_fails_with_the_reason(
