@@ -32,7 +32,9 @@ setup(
         "rich>=13",
         "sqlalchemy>=2.0",
         "tinker==0.38.0",
+        "httptools>=0.6",
         "uvicorn>=0.29",
+        "uvloop>=0.19",
         "zstandard>=0.22",
     ],
     extras_require={

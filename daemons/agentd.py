@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import uvloop
 import zmq
 import zmq.asyncio
 
@@ -490,7 +491,7 @@ def main() -> None:
     """``plexrl-agentd CONFIG.json``."""
     logs.set_up()
     config = AgentConfig(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
-    asyncio.run(serve(config))
+    uvloop.run(serve(config))
 
 
 if __name__ == "__main__":

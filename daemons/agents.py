@@ -1,6 +1,5 @@
 """The daemon's view of its agents: who is there, what they have, and orders to them."""
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -66,7 +65,6 @@ class AgentHub:
         self._hold, self._configs = hold, configs
         self._recover, self._after_commit = recover, after_commit
         self._orders = 0
-        self._tasks: set[asyncio.Task[None]] = set()
 
     async def listen(self) -> None:
         """Hear the agents for ever."""
@@ -265,12 +263,8 @@ class AgentHub:
         return f"{self._epoch}.{self._orders}"
 
     def _post(self, address: bytes, command: tm.Command) -> None:
-        task = asyncio.create_task(self._send(address, command))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _send(self, address: bytes, command: tm.Command) -> None:
-        await self._server.send(address, command)
+        # Without a task of its own: the link's queue has no limit, so this never waits.
+        self._server.post(address, command)
 
 
 def configs_of(settings: Settings) -> dict[str, tm.WpgConfig]:

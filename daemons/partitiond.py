@@ -16,6 +16,8 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+import uvloop
+
 from plexrl_slurm import logs, settings
 from plexrl_slurm.api.app import make_app
 from plexrl_slurm.api.server import serve
@@ -248,7 +250,9 @@ def main() -> None:
         config = settings.read(asked.config)
         descriptor = lock(config)
         try:
-            asyncio.run(serve_partition(config))
+            # The loop must not wait 5 ms for the database's thread to let go of the interpreter.
+            sys.setswitchinterval(0.0005)
+            uvloop.run(serve_partition(config))
         finally:
             os.close(descriptor)
     except PlexError as problem:

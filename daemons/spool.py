@@ -162,14 +162,19 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path, data: bytes) -> None:
-    part = path.with_name(f".{path.name}")
+    # No rename: the row that makes the file count is committed after it is whole.
     try:
         with _room(path.parent, len(data)):
-            part.write_bytes(data)
-            part.rename(path)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            try:
+                left = memoryview(data)
+                while left:
+                    left = left[os.write(descriptor, left) :]
+            finally:
+                os.close(descriptor)
     except StorageFull:
         with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
         raise
 
 

@@ -52,6 +52,10 @@ class AgentServer:
         """Queue a command; an agent that is gone never gets it, and says hello when it is back."""
         await self._socket.send_multipart([address, messages.encode(command)])
 
+    def post(self, address: bytes, command: messages.Command) -> None:
+        """:meth:`send` for callers that cannot wait."""
+        self._socket.send_multipart([address, messages.encode(command)])
+
     def close(self) -> None:
         """Stop listening."""
         self._auth.stop()

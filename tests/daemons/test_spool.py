@@ -1,6 +1,7 @@
 """Bodies, results and the sample journal on disk."""
 
 import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -114,10 +115,10 @@ def test_a_full_disk_is_said_and_leaves_nothing_behind(
 ) -> None:
     spool = Spool(tmp_path)
 
-    def full(self: Path, data: bytes) -> int:
+    def full(descriptor: int, data: memoryview) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(os, "write", full)
     with pytest.raises(StorageFull, match="free space there"):
         spool.write_body("c1", b"body")
     assert list((tmp_path / "bodies").iterdir()) == []
