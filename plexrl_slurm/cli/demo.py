@@ -306,7 +306,7 @@ def _submit(
             account="demo",
             models=("tiny",),
             seed=seed,
-            priority=0,
+            priority=1,
             shown="wrap",
             script=wrapped(command),
             arguments=(),
