@@ -95,7 +95,7 @@ class Plan:
     help="Folder for everything; it is emptied first.",
 )  # fmt: skip
 @click.option("--jobs", type=click.IntRange(2, 6), default=3, show_default=True)
-@click.option("--steps", type=click.IntRange(2), default=12, show_default=True)
+@click.option("--steps", type=click.IntRange(2), default=10, show_default=True)
 @click.option(
     "--tool-multiple", type=click.FloatRange(0), default=2.0, show_default=True,
     help="Length of a tool call in measured step times.",

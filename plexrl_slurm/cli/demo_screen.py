@@ -43,7 +43,9 @@ class Screen:
             from rich.console import Console
             from rich.live import Live
 
-            self._live = Live(console=Console(stderr=True), refresh_per_second=4)
+            # "s1-1:train:0" is a name, not a tram.
+            console = Console(stderr=True, emoji=False, markup=False)
+            self._live = Live(console=console, refresh_per_second=4)
             self._live.start()
         return self
 

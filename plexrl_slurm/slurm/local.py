@@ -13,12 +13,14 @@ of the folder's owner is signalled.
 import contextlib
 import json
 import os
+import pwd
 import signal
 import stat
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from plexrl_slurm.core.errors import SlurmRejected
 from plexrl_slurm.core.ids import SlurmId
@@ -64,7 +66,7 @@ class LocalSlurm:
         if os.path.lexists(folder / "cancelled") or os.path.lexists(folder / "runner"):
             return
         owner = folder.lstat()
-        user: dict[str, int] = {}
+        user: dict[str, Any] = {}
         if owner.st_uid != os.geteuid():
             if os.geteuid() != 0:
                 raise SlurmRejected(
@@ -72,7 +74,7 @@ class LocalSlurm:
                     f"job {job} belongs to uid {owner.st_uid}; a daemon that is not root can "
                     f"only run its own user's jobs",
                 )
-            user = {"user": owner.st_uid, "group": owner.st_gid}
+            user = _as_user(owner.st_uid, owner.st_gid)
         try:
             _mark(folder / "released")
             process = subprocess.run(
@@ -83,7 +85,7 @@ class LocalSlurm:
                 start_new_session=True,
                 cwd="/",
                 check=False,
-                **user,  # type: ignore[call-overload]
+                **user,
             )
         except OSError as error:
             raise SlurmRejected(
@@ -172,6 +174,17 @@ class LocalSlurm:
                 number += 1
             else:
                 return number, folder
+
+
+def _as_user(uid: int, gid: int) -> dict[str, Any]:
+    """Nothing of root's stays with a user's process: neither groups nor environment."""
+    try:
+        groups = os.getgrouplist(pwd.getpwuid(uid).pw_name, gid)
+    except KeyError:
+        groups = [gid]
+    keep = ("PATH", "LANG", "PYTHONPATH", "VIRTUAL_ENV")
+    environment = {name: os.environ[name] for name in keep if name in os.environ}
+    return {"user": uid, "group": gid, "extra_groups": groups, "env": environment}
 
 
 def _fill(pattern: str, number: int, name: str) -> str:

@@ -1,6 +1,8 @@
 """The local adapter: batch scripts as detached processes, known by their folders."""
 
 import os
+import pwd
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,7 +11,7 @@ import pytest
 
 from plexrl_slurm.core.errors import SlurmRejected
 from plexrl_slurm.core.ids import SlurmId
-from plexrl_slurm.slurm.local import LocalSlurm
+from plexrl_slurm.slurm.local import LocalSlurm, _as_user
 from plexrl_slurm.slurm.port import ENDED, BatchJob, JobStatus, SlurmState
 
 
@@ -213,3 +215,27 @@ def test_a_job_folder_cannot_name_somebody_elses_process(slurm: LocalSlurm, tmp_
         assert slurm.states([number])[number].state is SlurmState.RUNNING
         os.chown(folder, 65534, 65534)
     assert slurm.states([number])[number].state is SlurmState.FAILED
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root starts other users' jobs")
+def test_nothing_of_root_stays_with_a_users_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nobody = pwd.getpwnam("nobody")
+    monkeypatch.setenv("SECRET_OF_ROOT", "x")
+    options = _as_user(nobody.pw_uid, nobody.pw_gid)
+    shown = subprocess.run(
+        ["/bin/sh", "-c", "id -u; id -G; env"], capture_output=True, text=True, **options
+    ).stdout
+    uid, groups, *environment = shown.splitlines()
+    assert uid == str(nobody.pw_uid)
+    assert "0" not in groups.split()
+    assert not any("SECRET_OF_ROOT" in line for line in environment)
+
+
+def test_a_cancel_before_the_script_has_begun_ends_it(slurm: LocalSlurm, tmp_path: Path) -> None:
+    for _ in range(5):
+        number = slurm.submit(job(tmp_path, "sleep 300"), hold=True)
+        slurm.release(number)
+        slurm.cancel(number)
+        assert end_of(slurm, number).state is SlurmState.CANCELLED
