@@ -35,12 +35,12 @@ def partition(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Partition]:
 class Example:
     """``grpo_count`` as a job, submitted as ``plexrl sbatch`` does it."""
 
-    def __init__(self, partition: Partition, name: str, *, seed: int, steps: int = STEPS) -> None:
-        self.partition, self.name, self.steps = partition, name, steps
+    def __init__(self, partition: Partition, name: str, *, seed: int, options: str = "") -> None:
+        self.partition, self.name, self.steps = partition, name, STEPS
         self.lines_file = partition.folder / f"{name}.jsonl"
         command = (
-            f"exec {sys.executable} {REPOSITORY / 'examples' / 'grpo_count.py'} --steps {steps} "
-            f"--prompts 8 --group 8 --seed {seed} --out {self.lines_file}"
+            f"exec {sys.executable} {REPOSITORY / 'examples' / 'grpo_count.py'} --steps {STEPS} "
+            f"--prompts 8 --group 8 --seed {seed} --out {self.lines_file} {options}"
         )
         with partition.client() as client:
             self.job = submit(
@@ -99,6 +99,18 @@ def test_two_jobs_that_share_learn_bit_by_bit_what_they_learn_alone(
     assert {seed: example.learned() for seed, example in together.items()} == alone
     switches = partition.query("select count(*) from ledger where activity = 'switch'")
     assert switches[0][0] > 0
+
+
+def test_off_policy_jobs_keep_two_snapshots_alive_and_share_as_well(
+    partition: Partition, alone: dict[int, Any]
+) -> None:
+    single = Example(partition, "async-alone", seed=11, options="--async").learned()
+    assert single != alone[11], "the second rollout has to come from the older weights"
+    both = [
+        Example(partition, "async-shared", seed=11, options="--async --tool-seconds 0.3"),
+        Example(partition, "async-other", seed=12, options="--async"),
+    ]
+    assert [example.learned() for example in both][0] == single
 
 
 @pytest.mark.parametrize("victim", ["train-0", "rollout-0", "daemon"])

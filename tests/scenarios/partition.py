@@ -96,10 +96,12 @@ class Partition:
         settings: Mapping[str, Any] | None = None,
         engines: tuple[str, str] = ("fake_train", "fake_sample"),
         train_gpus: int = 1,
+        database_url: str | None = None,
         model: Path,
     ) -> None:
         self.folder = folder
         self.engines, self.train_gpus = engines, train_gpus
+        self.database_url = database_url or f"sqlite:///{folder / 'ledger.db'}"
         self.host = Path("/dev/shm") / f"plexrl-test-{os.getpid()}-{folder.name}"
         self.host.mkdir(mode=0o700)
         self.config = folder / "plexrl.toml"
@@ -156,7 +158,7 @@ class Partition:
 
     def flaws(self) -> list[Flaw]:
         """Faults in the books, from the database itself."""
-        engine = open_database(f"sqlite:///{self.folder / 'ledger.db'}")
+        engine = open_database(self.database_url)
         try:
             with transaction(engine, read_only=True) as session:
                 found: list[Flaw] = []
@@ -167,7 +169,7 @@ class Partition:
             engine.dispose()
 
     def query(self, sql: str) -> list[Any]:
-        engine = open_database(f"sqlite:///{self.folder / 'ledger.db'}")
+        engine = open_database(self.database_url)
         try:
             with transaction(engine, read_only=True) as session:
                 return [tuple(row) for row in session.connection().exec_driver_sql(sql)]
@@ -225,7 +227,7 @@ def _toml(
 [partition]
 name = "test"
 state_dir = "state"
-database_url = "sqlite:///{partition.folder / "ledger.db"}"
+database_url = "{partition.database_url}"
 host_dir = "{partition.host}"
 host_bytes = "1GiB"
 listen = "127.0.0.1:0"
