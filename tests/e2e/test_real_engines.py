@@ -110,7 +110,8 @@ def test_off_policy_jobs_keep_two_snapshots_alive_and_share_as_well(
         Example(partition, "async-shared", seed=11, options="--async --tool-seconds 0.3"),
         Example(partition, "async-other", seed=12, options="--async"),
     ]
-    assert [example.learned() for example in both][0] == single
+    learned = [example.learned() for example in both]
+    assert learned[0] == single
 
 
 @pytest.mark.parametrize("victim", ["train-0", "rollout-0", "daemon"])
