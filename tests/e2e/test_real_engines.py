@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -126,10 +127,13 @@ def test_a_kill_in_the_middle_changes_nothing_that_is_learned(
         partition.start(seconds=120)
         assert partition.agent_pid() == agent
     else:
+        # Stopped first, so that it is certainly in the middle of a function when it is killed.
+        pid = partition.rank_pid(victim)
+        os.kill(pid, signal.SIGSTOP)
         wait_until(
-            lambda: _state(partition, victim) == "busy", seconds=60, name=f"{victim} to work"
+            lambda: _state(partition, victim) in ("busy", "switch"), name=f"{victim} to work"
         )
-        kill(partition.rank_pid(victim))
+        kill(pid)
     assert example.learned() == alone[11]
 
 
