@@ -37,6 +37,9 @@ class Http:
         self._connection = http.client.HTTPConnection(host)
         self._key = job.token
 
+    def close(self) -> None:
+        self._connection.close()
+
     def post(self, path: str, body: bytes, kind: str = "application/json") -> bytes:
         headers = {
             "X-API-Key": self._key,
