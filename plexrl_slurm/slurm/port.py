@@ -4,6 +4,9 @@ Adapters: ``local`` (this machine, no Slurm), ``commands`` (Slurm's own programs
 ``pyslurm``. Everything foreign is translated in the adapter: what leaves it is a value of this
 module, ``SlurmUnavailable`` (nobody answered; nothing is known) or ``SlurmRejected`` (Slurm said
 no, in its own words). No answer is never an end.
+
+A job's id is Slurm's raw number; of an array task it is ``N_k`` (array's number, task's index),
+pending or not; of a heterogeneous job it is the leader's number, and components have their own.
 """
 
 from collections.abc import Iterable, Mapping
@@ -155,7 +158,7 @@ class SlurmPort(Protocol):
         """One answer for many jobs; a job that nobody knows is left out."""
 
     def poll(self) -> Mapping[SlurmId, JobStatus]:
-        """Every job that is known now, by raw id, in one query; ended ones for a while too."""
+        """Every job that is known now, in one query; ended ones for a while too."""
 
 
 class ClusterPort(SlurmPort, Protocol):
