@@ -5,18 +5,30 @@ default. ``read`` (this module's only I/O) also looks at the model folders, so t
 catalogue it returns carries real sizes.
 """
 
-import ipaddress
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import urlsplit
 
+from plexrl_slurm.addresses import (
+    check_tls,
+    database_url,
+    listen_address,
+    public_url,
+    url_of,
+)
 from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import BadConfig, BadInput
 from plexrl_slurm.model_folder import DTYPES, read_model_folder
+from plexrl_slurm.slurm_settings import (
+    HoldSettings,
+    SlurmSettings,
+    check_shapes,
+    read_hold,
+    read_slurm,
+)
 from plexrl_slurm.tomlcheck import (
     Report,
     Table,
@@ -113,13 +125,25 @@ class Settings:
     max_part_tokens: int = 16_384
     #: A session without a heartbeat for so long is over.
     session_timeout_us: int = 120_000_000
-    #: ``[hold] backend``: ``local`` or ``slurm``.
-    backend: str = "local"
+    #: What clients and controllers are told; "": derived from where it listens.
+    url: str = ""
+    #: Certificate and key of the API (PEM), and the authority that clients check it with.
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_ca: Path | None = None
+    hold: HoldSettings = field(default_factory=HoldSettings)
+    #: ``None`` with the local backend.
+    slurm: SlurmSettings | None = None
     wpgs: tuple[WpgSettings, ...] = ()
     #: By name.
     models: Mapping[str, ModelSpec] = field(default_factory=dict)
     #: Where it was read from.
     path: Path = Path()
+
+    @property
+    def backend(self) -> str:
+        """``local`` or ``slurm``."""
+        return self.hold.backend
 
     @property
     def socket(self) -> Path:
@@ -141,6 +165,11 @@ class Site:
     database_url: str
     backend: str
     path: Path
+    #: Where the API listens; "": only the daemon knows (a port that it chose).
+    url: str = ""
+    tls_ca: Path | None = None
+    #: ``None`` with the local backend.
+    slurm: SlurmSettings | None = None
 
     @property
     def socket(self) -> Path:
@@ -178,15 +207,27 @@ def read_site(path: Path) -> Site:
     data, content = load(path)
     report = Report(content)
     values = _partition(report, data, path.absolute().parent)
-    hold = data.get("hold")
+    hold = mapping(report, data, "hold")
+    backend = str(hold.get("backend", "local"))
+    slurm = None
+    if backend == "slurm":
+        slurm = read_slurm(
+            report,
+            mapping(report, data, "slurm"),
+            path.absolute().parent,
+            values.get("partition", ""),
+        )
     if not values.keys() >= {"partition", "state_dir"}:
         raise BadConfig(str(path), report.sentences())
     return Site(
         partition=values["partition"],
         state_dir=values["state_dir"],
         database_url=values.get("database_url", ""),
-        backend=str(hold.get("backend", "local")) if isinstance(hold, dict) else "local",
+        backend=backend,
         path=path.absolute(),
+        url=values.get("url") or url_of(values),
+        tls_ca=values.get("tls_ca"),
+        slurm=slurm,
     )
 
 
@@ -197,12 +238,16 @@ def check(path: Path) -> Findings:
     except BadConfig as error:
         return Findings(settings=None, problems=error.problems, warnings=())
     report = Report(content)
-    report.unknown("", data, ("partition", "hold", "wpg", "model"))
+    report.unknown("", data, ("partition", "hold", "slurm", "wpg", "model"))
     folder = path.absolute().parent
     values = _partition(report, data, folder)
-    hold = Table(report, "hold", mapping(report, data, "hold"))
-    hold.take("backend", one_of("backend", ("local",)), required=False)
-    hold.finish()
+    hold = read_hold(report, mapping(report, data, "hold"))
+    slurm = None
+    if hold.backend == "slurm":
+        table = mapping(report, data, "slurm")
+        slurm = read_slurm(report, table, folder, values.get("partition", ""))
+    elif "slurm" in data:
+        report.bad("slurm", 'it has no effect with backend "local": leave it out')
     wpg_tables = array(report, data, "wpg")
     wpgs = tuple(
         wpg
@@ -215,6 +260,7 @@ def check(path: Path) -> Findings:
         if (model := _model(report, f"model[{index}]", table, folder)) is not None
     ]
     _check_pools(report, wpgs, complete=len(wpgs) == len(wpg_tables))
+    check_shapes(report, hold, [(wpg.pool, wpg.gpus, wpg.count) for wpg in wpgs])
     _check_models(report, models, values.get("host_bytes"), wpgs)
     _check_places(report, values)
     problems = report.sentences()
@@ -222,7 +268,12 @@ def check(path: Path) -> Findings:
     if not problems:
         catalogue = {model.name: model for _, model in models}
         settings = Settings(
-            **values, **hold.values, wpgs=wpgs, models=catalogue, path=path.absolute()
+            **values,
+            hold=hold,
+            slurm=slurm,
+            wpgs=wpgs,
+            models=catalogue,
+            path=path.absolute(),
         )
     return Findings(settings=settings, problems=problems, warnings=tuple(report.warnings))
 
@@ -239,15 +290,19 @@ def _partition(report: Report, data: Mapping[str, Any], folder: Path) -> dict[st
     table.take("state_dir", path)
     table.take("host_dir", path)
     table.take("host_bytes", as_bytes)
-    table.take("database_url", lambda value: _database_url(value, folder), required=False)
+    table.take("database_url", lambda value: database_url(value, folder), required=False)
     table.take("policy", one_of("policy", POLICIES), required=False)
     table.take("hold_seconds", as_seconds, to="hold_us", required=False)
     table.take("image_every", as_count, required=False)
     table.take("max_part_tokens", as_count, required=False)
     table.take("session_timeout_seconds", as_seconds, to="session_timeout_us", required=False)
-    table.take("listen", _listen, required=False)
+    table.take("listen", listen_address, required=False)
+    table.take("url", public_url, required=False)
+    for name in ("tls_cert", "tls_key", "tls_ca"):
+        table.take(name, path, required=False)
     table.finish()
     values = table.values
+    check_tls(report, values)
     if "listen" in values:
         values["listen_host"], values["listen_port"] = values.pop("listen")
     if "state_dir" in values:
@@ -428,52 +483,6 @@ def _on_tmpfs(place: Path) -> bool:
 
 
 # ---- converters of this file only -----------------------------------------------------------
-
-
-def _database_url(value: object, folder: Path) -> str:
-    """An SQLAlchemy URL; a relative SQLite path is relative to the settings file."""
-    given = as_text(value)
-    example = '"sqlite:///plexrl.sqlite" or "postgresql+psycopg://user@host/database"'
-    # What was written is not repeated: it may hold a password.
-    try:
-        parts = urlsplit(given)
-        _ = parts.port
-    except ValueError:
-        raise ValueError(f"it is not a URL (bad host or port): write {example}") from None
-    kind = parts.scheme.partition("+")[0]
-    if kind == "sqlite":
-        place = given.partition("://")[2]
-        if not place.startswith("/") or place in ("/", "/:memory:"):
-            raise ValueError(f"a database in memory is lost with the daemon: write {example}")
-        return f"{parts.scheme}:///{(folder / place[1:]).resolve()}"
-    if kind != "postgresql":
-        raise ValueError(f"it does not begin with sqlite: or postgresql: write {example}")
-    if not parts.path.strip("/"):
-        raise ValueError(f"it names no database: write {example}")
-    return given
-
-
-def _listen(value: object) -> tuple[str, int]:
-    """``host:port``; only loopback, because the API speaks no TLS."""
-    given = as_text(value)
-    host, _, port = given.rpartition(":")
-    host = host.strip("[]")
-    if not host or not port.isdecimal() or int(port) > 65_535:
-        raise ValueError(
-            f'{given!r} is not host:port: write "127.0.0.1:8421" (port 0: any free one)'
-        )
-    try:
-        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        raise ValueError(
-            f'{host!r} is not an IP address: write "127.0.0.1:{port}" or "[::1]:{port}"'
-        ) from None
-    if not loopback:
-        raise ValueError(
-            f"{host} can be reached from outside, and the API sends tokens without TLS: "
-            f'write "127.0.0.1:{port}" and tunnel to it'
-        )
-    return host, int(port)
 
 
 def _cores(value: object) -> tuple[tuple[int, ...], ...]:

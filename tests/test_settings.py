@@ -322,6 +322,7 @@ def test_a_site_is_read_without_looking_at_models(config: Path) -> None:
         database_url=f"sqlite:///{state}/plexrl.sqlite",
         backend="local",
         path=config,
+        url="http://127.0.0.1:8421",
     )
     config.write_text("[partition]\n")
     with pytest.raises(BadConfig, match=r"partition\.name: it is missing"):
