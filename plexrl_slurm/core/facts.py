@@ -11,16 +11,20 @@ from plexrl_slurm.core.messages import (
     CallArrived,
     CallCancelled,
     DeploymentDropped,
+    DeploymentMoved,
     DeploymentPlaced,
     Finish,
+    Persisted,
     Pool,
     RunEnded,
     SaveImage,
     SwitchEnded,
     Tick,
     WpgDown,
+    WpgDraining,
     WpgHeld,
     WpgReleased,
+    WpgResumed,
     WpgUp,
 )
 from plexrl_slurm.core.ordering import START, Entry, Program
@@ -61,6 +65,8 @@ def book(books: Books, event: AnyEvent) -> list[AnyInstruction]:
             _run_ended(books, lane, event, out)
         case SwitchEnded():
             _switch_ended(books, lane, event, out)
+        case WpgDraining() | WpgResumed() | DeploymentMoved() | Persisted():
+            pass
         case _:
             assert_never(event)
     out.extend(lane.account(event.cause))
@@ -75,10 +81,20 @@ def _lane_of(books: Books, event: AnyEvent) -> Lane | None:
             return books.lane(wpg.id)
         case DeploymentPlaced(deployment=deployment):
             return books.lane(deployment.wpg)
-        case WpgUp() | WpgDown() | WpgReleased() | RunEnded() | SwitchEnded():
+        case (
+            WpgUp()
+            | WpgDown()
+            | WpgReleased()
+            | WpgDraining()
+            | WpgResumed()
+            | RunEnded()
+            | SwitchEnded()
+        ):
             return books.lanes.get(event.wpg)
-        case DeploymentDropped(deployment=name):
+        case DeploymentDropped(deployment=name) | Persisted(deployment=name):
             return books.homes[name][0] if name in books.homes else None
+        case DeploymentMoved(deployment=deployment):
+            return books.homes[deployment.id][0] if deployment.id in books.homes else None
         case CallArrived(call=call):
             return books.homes[call.deployment][0] if call.deployment in books.homes else None
         case CallCancelled(call=call_id):
@@ -143,7 +159,7 @@ def _recognise(books: Books, lane: Lane, run: Running) -> None:
 def _down(books: Books, lane: Lane, event: WpgDown, out: list[AnyInstruction]) -> None:
     if lane.up:
         lane.up = False
-        books.lose(lane, event.cause, out, blame=True)
+        books.lose(lane, event.cause, out, blame=event.blame)
     lane.reason = event.reason
 
 

@@ -58,7 +58,7 @@ class Deployment:
     id: DeploymentId
     job: JobId
     pool: Pool
-    #: Its home, which it never leaves.
+    #: Its home; only :class:`DeploymentMoved` changes it.
     wpg: WpgId
     #: Bytes that a switch moves when it is clean (in) or dirty (in and out).
     image_bytes: int
@@ -141,15 +141,44 @@ class WpgUp(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WpgDown(Event):
-    """A rank died; the gang is being restarted. Device state is gone, host images are not."""
+    """A rank died; the gang is being restarted. Device state is gone, host images are not.
+
+    If its node is lost, :class:`WpgReleased` follows, and a :class:`DeploymentMoved` for each
+    deployment that lived there.
+    """
 
     wpg: WpgId
     reason: str
+    #: Whether a call that ran may be what killed it; false if a node was lost, say.
+    blame: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WpgReleased(Event):
-    """The WPG no longer belongs to the partition; its books are closed."""
+    """The WPG no longer belongs to the partition; its books are closed.
+
+    Deployments that live there stay, and wait until they are moved or it is held again. A
+    :class:`Persist` under way there is over without an answer.
+    """
+
+    wpg: WpgId
+    #: Why, for whoever waits: "node gpu-7 was lost", "the hold's time is over".
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WpgDraining(Event):
+    """The WPG is to be given back: nothing new begins there, and what it has is made durable.
+
+    Ends in :class:`Drained`, or in :class:`WpgResumed`. Calls may still arrive; they wait.
+    """
+
+    wpg: WpgId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WpgResumed(Event):
+    """The WPG is not given back after all: calls run there again."""
 
     wpg: WpgId
 
@@ -164,6 +193,23 @@ class DeploymentPlaced(Event):
     image: tuple[int, int] | None = None
     #: Progress that has taken effect on the device or in the image (after a restart).
     applied: tuple[int, int] = (0, 0)
+    #: Progress of its newest durable image (after a restart). All calls from there on are said
+    #: again, those that have ended as ``done``. Of a known deployment, ``None`` changes nothing.
+    durable: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeploymentMoved(Event):
+    """Its home is ``deployment.wpg`` from now on; that WPG need not be held yet.
+
+    Waiting calls go along. If the old home is up, nothing runs or moves there and its device
+    has no change of this deployment that is in no image (it is drained, say).
+    """
+
+    deployment: Deployment
+    #: What the new home can load: the durable image, as a rule. ``None``: nothing, calls run
+    #: again from create. Without meaning for a snapshot.
+    image: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +254,16 @@ class SwitchEnded(Event):
     ok: bool
     #: Bytes that were moved.
     moved_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Persisted(Event):
+    """Answer to :class:`Persist`; also ``ok=False`` for one that was lost with its agent."""
+
+    deployment: DeploymentId
+    #: Of the image that is durable now: what was asked for, or newer. If it failed: as asked.
+    progress: tuple[int, int]
+    ok: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,10 +331,39 @@ class Finish(Instruction):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forget(Instruction):
-    """Calls of ``deployment`` below ``progress`` are in a complete image; drop their bodies."""
+    """No loss can make calls of ``deployment`` below ``progress`` run again; drop their bodies.
+
+    They are in a complete image; where nodes can be lost, in a durable one.
+    """
 
     deployment: DeploymentId
     progress: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Persist(Instruction):
+    """Copy the newest complete host image of ``deployment`` to the durable tier.
+
+    In the background: it occupies nothing on the WPG, and calls, switches and saves go on. It
+    never replaces a newer durable image. At most one a deployment is under way. Ends in
+    :class:`Persisted`, or the WPG is released.
+    """
+
+    deployment: DeploymentId
+    #: Its home, whose agent has the image.
+    wpg: WpgId
+    #: Of the newest host image that the core knows of.
+    progress: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drained(Instruction):
+    """Once for a :class:`WpgDraining`: nothing more is under way there, and nothing is lost
+    with it. Every deployment of it is durable as it is, was never created, or is broken; or
+    the WPG has been released.
+    """
+
+    wpg: WpgId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,12 +394,18 @@ AnyEvent: TypeAlias = (
     | WpgUp
     | WpgDown
     | WpgReleased
+    | WpgDraining
+    | WpgResumed
     | DeploymentPlaced
+    | DeploymentMoved
     | DeploymentDropped
     | CallArrived
     | CallCancelled
     | RunEnded
     | SwitchEnded
+    | Persisted
     | Tick
 )
-AnyInstruction: TypeAlias = Switch | SaveImage | Run | Finish | Forget | Charge | WakeAt
+AnyInstruction: TypeAlias = (
+    Switch | SaveImage | Run | Finish | Forget | Persist | Drained | Charge | WakeAt
+)

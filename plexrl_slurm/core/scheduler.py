@@ -29,7 +29,12 @@ class SchedulerCore:
         hysteresis: float = 4.0,
         image_every: int = 10,
         max_attempts: int = 3,
+        durable_every: int | None = None,
     ) -> None:
+        """``durable_every``: images live on nodes that can be lost, so calls are kept until a
+        durable image has them, and one is made after so many optimizer steps. ``None``: a host
+        image is enough.
+        """
         self._books = Books(hold_us=hold_us, max_attempts=max_attempts, costs=costs)
         self._planner = Planner(
             books=self._books, policy=policy, hysteresis=hysteresis, image_every=image_every
