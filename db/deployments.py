@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, bindparam, insert, select, update
+from sqlalchemy import ColumnElement, Select, insert, select, update
 from sqlalchemy.orm import Session
 
 from plexrl_slurm.core.errors import NotFound
@@ -12,11 +12,6 @@ from plexrl_slurm.db.models import DeploymentRow, DeploymentState, ImageRow, Ses
 from plexrl_slurm.db.upsert import insert_once, table_of
 
 SESSIONS, DEPLOYMENTS, IMAGES = (table_of(row) for row in (SessionRow, DeploymentRow, ImageRow))
-_APPLIED = (
-    update(DEPLOYMENTS)
-    .where(DEPLOYMENTS.c.id == bindparam("deployment"))
-    .values(applied_seq=bindparam("new_seq"), applied_part=bindparam("new_part"))
-)
 
 
 # ---- sessions -----------------------------------------------------------------------------
@@ -118,8 +113,7 @@ def create_deployment(
         "user_metadata": dict(user_metadata),
         "state": DeploymentState.PLACED,
         "image_bytes": image_bytes,
-        "applied_seq": 0,
-        "applied_part": 0,
+        "durable_path": "",
         "created_us": now_us,
     }
     created = insert_once(session, DEPLOYMENTS, values, "session_id", "model_seq_id")
@@ -149,10 +143,26 @@ def placed_deployments(session: Session) -> list[DeploymentRow]:
     return list(session.scalars(asked.order_by(DeploymentRow.created_us, DeploymentRow.id)))
 
 
-def set_applied(session: Session, deployment_id: DeploymentId, progress: tuple[int, int]) -> None:
-    """Progress that has taken effect. Called in the transaction that ends a call."""
+def moved(session: Session, deployment_id: DeploymentId, *, wpg: WpgId, now_us: int) -> None:
+    """It has another home; images in memory of the old one are gone."""
+    _change(session, deployment_id, wpg=wpg, image_seq=None, image_part=None)
+    drop_images(session, deployment_id, tier="host", now_us=now_us)
+
+
+def persisted(
+    session: Session,
+    deployment_id: DeploymentId,
+    *,
+    progress: tuple[int, int],
+    path: str,
+) -> bool:
+    """A complete image lies in the durable tier; false, and nothing changes, if a newer does."""
+    row = get_deployment(session, deployment_id)
+    if row.durable_seq is not None and (row.durable_seq, row.durable_part or 0) >= progress:
+        return False
     seq, part = progress
-    session.execute(_APPLIED, {"deployment": deployment_id, "new_seq": seq, "new_part": part})
+    _change(session, deployment_id, durable_seq=seq, durable_part=part, durable_path=path)
+    return True
 
 
 def drop_deployment(session: Session, deployment_id: DeploymentId, *, now_us: int) -> bool:

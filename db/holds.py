@@ -8,10 +8,11 @@ from sqlalchemy.orm import Session
 from plexrl_slurm.core.errors import NotFound
 from plexrl_slurm.core.ids import SlurmId, WpgId
 from plexrl_slurm.core.messages import Wpg
-from plexrl_slurm.db.models import HoldRow, HoldState, WpgRow
+from plexrl_slurm.db.models import HoldRow, HoldState, NodeFaultRow, PartitionRow, WpgRow
 from plexrl_slurm.db.upsert import table_of
 
 HOLDS, WPGS = table_of(HoldRow), table_of(WpgRow)
+FAULTS, PARTITIONS = table_of(NodeFaultRow), table_of(PartitionRow)
 
 
 def open_hold(
@@ -23,6 +24,7 @@ def open_hold(
     slurm_id: SlurmId,
     epoch: str,
     now_us: int,
+    replaces: str = "",
 ) -> None:
     """A hold was submitted. Called by the daemon before its agents can dial in."""
     values = {
@@ -33,13 +35,59 @@ def open_hold(
         "state": HoldState.WAITING,
         "epoch": epoch,
         "started_us": now_us,
+        "replaces": replaces,
+        "draining": False,
+        "reason": "",
     }
     session.execute(insert(HOLDS), values)
 
 
-def set_hold_state(session: Session, hold_id: str, state: HoldState) -> None:
+def set_hold_state(session: Session, hold_id: str, state: HoldState, *, reason: str = "") -> None:
     """Slurm says something new about the hold."""
-    _change(session, hold_id, state=state)
+    _change(session, hold_id, state=state, reason=reason)
+
+
+def hold_runs(session: Session, hold_id: str, *, since_us: int) -> None:
+    """Slurm gave it its nodes."""
+    _change(session, hold_id, state=HoldState.UP, running_us=since_us, reason="")
+
+
+def hold_waits(session: Session, hold_id: str, *, reason: str, now_us: int) -> None:
+    """Slurm has put it back into its queue: it has no nodes, and its WPGs are gone."""
+    _change(session, hold_id, state=HoldState.WAITING, running_us=None, reason=reason)
+    _release_all(session, hold_id, now_us)
+
+
+def set_draining(session: Session, hold_id: str, *, on: bool, reason: str) -> None:
+    """It is being given back, or it is wanted again."""
+    _change(session, hold_id, draining=on, reason=reason)
+
+
+def node_failed(session: Session, *, partition: str, node: str, reason: str, now_us: int) -> None:
+    """Note a fault of a held node."""
+    values = {"partition": partition, "node": node, "at_us": now_us, "reason": reason}
+    session.execute(insert(FAULTS), values)
+
+
+def node_faults(session: Session, *, partition: str, since_us: int) -> list[NodeFaultRow]:
+    """Faults of held nodes, oldest first."""
+    asked = select(NodeFaultRow).where(
+        NodeFaultRow.partition == partition, NodeFaultRow.at_us >= since_us
+    )
+    return list(session.scalars(asked.order_by(NodeFaultRow.id)))
+
+
+def set_partition_draining(session: Session, name: str, *, on: bool) -> None:
+    """Remember what an admin said of the partition."""
+    change = update(PARTITIONS).where(PARTITIONS.c.name == name).values(draining=on)
+    if session.execute(change.returning(PARTITIONS.c.name)).first() is None:
+        session.execute(insert(PARTITIONS), {"name": name, "draining": on})
+
+
+def partition_draining(session: Session, name: str) -> bool:
+    """What an admin said of the partition last."""
+    asked = select(PARTITIONS.c.draining).where(PARTITIONS.c.name == name)
+    return bool(session.execute(asked).scalar_one_or_none())
 
 
 def set_hold_epoch(session: Session, hold_id: str, epoch: str) -> None:
@@ -50,8 +98,28 @@ def set_hold_epoch(session: Session, hold_id: str, epoch: str) -> None:
 def end_hold(session: Session, hold_id: str, *, now_us: int) -> None:
     """The hold is over; WPGs that it still had are released at the same instant."""
     _change(session, hold_id, state=HoldState.ENDED, ended_us=now_us)
+    _release_all(session, hold_id, now_us)
+
+
+def _release_all(session: Session, hold_id: str, now_us: int) -> None:
     release = update(WPGS).where(WPGS.c.hold_id == hold_id, WPGS.c.released_us.is_(None))
     session.execute(release.values(released_us=now_us))
+
+
+def next_hold_id(session: Session) -> str:
+    """``h1``, ``h2``, ...: one more than any hold of this database has had."""
+    names = session.scalars(select(HOLDS.c.id))
+    numbers = [int(name[1:]) for name in names if name[1:].isdigit() and len(name) < 12]
+    return f"h{max(numbers, default=0) + 1}"
+
+
+def get_hold(session: Session, hold_id: str) -> HoldRow:
+    """The row; ``NotFound`` if there is none."""
+    asked = select(HoldRow).where(HoldRow.id == hold_id)
+    row = session.scalars(asked.execution_options(populate_existing=True)).one_or_none()
+    if row is None:
+        raise NotFound("hold", hold_id)
+    return row
 
 
 def live_holds(session: Session, partition: str) -> list[HoldRow]:
@@ -61,10 +129,19 @@ def live_holds(session: Session, partition: str) -> list[HoldRow]:
     return list(session.scalars(fresh.execution_options(populate_existing=True)))
 
 
-def hold_wpgs(session: Session, hold_id: str, wpgs: Iterable[Wpg], *, now_us: int) -> None:
+def hold_wpgs(
+    session: Session, hold_id: str, wpgs: Iterable[Wpg], *, now_us: int, node: str = ""
+) -> None:
     """Begin the stay of WPGs: their books start at ``now_us``."""
     rows = [
-        {"hold_id": hold_id, "name": wpg.id, "pool": wpg.pool, "gpus": wpg.gpus, "held_us": now_us}
+        {
+            "hold_id": hold_id,
+            "name": wpg.id,
+            "pool": wpg.pool,
+            "gpus": wpg.gpus,
+            "node": node,
+            "held_us": now_us,
+        }
         for wpg in wpgs
     ]
     if rows:

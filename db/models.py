@@ -158,6 +158,8 @@ class JobRow(Base):
     requeues: Mapped[int]
     #: The job has ended and its last ledger row is written.
     billed: Mapped[bool]
+    #: Home WPG of each pool, once it has one.
+    homes: Mapped[dict[str, Any]]
 
 
 class JobEventRow(Base):
@@ -216,9 +218,10 @@ class DeploymentRow(Base):
     image_seq: Mapped[int | None]
     image_part: Mapped[int | None]
     image_bytes: Mapped[int]
-    #: Progress that has taken effect; calls below it ran at least once.
-    applied_seq: Mapped[int]
-    applied_part: Mapped[int]
+    #: Progress in its newest image in the durable tier, and where that lies.
+    durable_seq: Mapped[int | None]
+    durable_part: Mapped[int | None]
+    durable_path: Mapped[str]
     created_us: Mapped[int]
     dropped_us: Mapped[int | None]
 
@@ -354,8 +357,17 @@ class HoldRow(Base):
     state: Mapped[HoldState]
     #: Fencing token: agents of another epoch may write nothing.
     epoch: Mapped[str]
+    #: When it was submitted.
     started_us: Mapped[int]
     ended_us: Mapped[int | None]
+    #: When Slurm gave it its nodes, the last time; ``None`` while it waits for them.
+    running_us: Mapped[int | None]
+    #: The hold whose place it takes; "" for none.
+    replaces: Mapped[str]
+    #: It is being given back.
+    draining: Mapped[bool]
+    #: Why it waits, drains or ended; for a person.
+    reason: Mapped[str]
 
 
 class WpgRow(Base):
@@ -369,8 +381,53 @@ class WpgRow(Base):
     name: Mapped[str]
     pool: Mapped[Pool]
     gpus: Mapped[int]
+    #: Where it lives; "" on a machine without Slurm.
+    node: Mapped[str]
     held_us: Mapped[int]
     released_us: Mapped[int | None]
+
+
+class NodeFaultRow(Base):
+    """A held node failed; several in a short time, and it is left out of holds for a while."""
+
+    __tablename__ = "node_faults"
+    __table_args__ = (Index(None, "partition", "at_us"),)
+
+    id: Mapped[RowKey]
+    partition: Mapped[str]
+    node: Mapped[str]
+    at_us: Mapped[int]
+    reason: Mapped[str]
+
+
+class SlurmUsageRow(Base):
+    """What Slurm's own accounting says of one component of a hold, one row an incarnation."""
+
+    __tablename__ = "slurm_usage"
+    __table_args__ = (UniqueConstraint("slurm_id", "start_us"), Index(None, "hold_id"))
+
+    id: Mapped[RowKey]
+    hold_id: Mapped[str] = mapped_column(ForeignKey("holds.id"))
+    #: Of the component.
+    slurm_id: Mapped[str]
+    start_us: Mapped[int]
+    #: ``None`` while it runs.
+    end_us: Mapped[int | None]
+    #: As Slurm counts it, in whole seconds.
+    elapsed_us: Mapped[int]
+    gpus: Mapped[int]
+    #: Slurm's word for its state.
+    word: Mapped[str]
+    recorded_us: Mapped[int]
+
+
+class PartitionRow(Base):
+    """What an admin said of a partition, and a restart must not forget."""
+
+    __tablename__ = "partitions"
+
+    name: Mapped[TextKey]
+    draining: Mapped[bool]
 
 
 class LedgerRow(Base):

@@ -80,6 +80,7 @@ def submit(
         "submitted_us": now_us,
         "requeues": 0,
         "billed": False,
+        "homes": {},
     }
     job_id = JobId(session.execute(insert(JOBS).returning(JOBS.c.id), values).scalar_one())
     note(session, job_id, at_us=now_us, kind="submitted", text=f"{user} queued {script}")
@@ -98,6 +99,11 @@ def bind(session: Session, job_id: JobId, *, slurm_id: SlurmId, now_us: int) -> 
         )
     _set(session, job_id, slurm_id=slurm_id, reason="waits for its turn")
     note(session, job_id, at_us=now_us, kind="bound", text=f"Slurm job {slurm_id}")
+
+
+def set_homes(session: Session, job_id: JobId, homes: Mapping[str, str]) -> None:
+    """Where its deployments live, by pool."""
+    _set(session, job_id, homes=dict(homes))
 
 
 def drop_unbound(session: Session, *, partition: str, before_us: int, now_us: int) -> list[JobId]:

@@ -4,7 +4,7 @@ import pytest
 from sqlalchemy.orm import Session
 
 from plexrl_slurm.core.errors import NotFound
-from plexrl_slurm.core.ids import DeploymentId, JobId
+from plexrl_slurm.core.ids import DeploymentId, JobId, WpgId
 from plexrl_slurm.db import deployments
 from plexrl_slurm.db.models import DeploymentState, SessionRow
 from tests.db.builders import TRAIN, add_deployment, add_job
@@ -90,10 +90,28 @@ def test_an_image_replaces_the_former_one_of_its_tier_and_sets_the_progress(
         )
     images = deployments.images_of(session, model)
     assert [(image.tier, image.seq) for image in images] == [("host", 9), ("nvme", 4)]
-    deployments.set_applied(session, model, (11, 2))
     row = deployments.get_deployment(session, model)
     assert (row.image_seq, row.image_part, row.image_bytes) == (9, 1, 77)
-    assert (row.applied_seq, row.applied_part) == (11, 2)
+
+
+def test_a_durable_image_counts_only_if_it_is_newer(session: Session) -> None:
+    model = add_deployment(session, add_job(session))
+    assert deployments.persisted(session, model, progress=(4, 1), path="/shared/a")
+    assert not deployments.persisted(session, model, progress=(4, 0), path="/shared/b")
+    assert deployments.persisted(session, model, progress=(5, 0), path="/shared/c")
+    row = deployments.get_deployment(session, model)
+    assert (row.durable_seq, row.durable_part, row.durable_path) == (5, 0, "/shared/c")
+
+
+def test_a_deployment_that_moves_leaves_its_host_image_behind(session: Session) -> None:
+    model = add_deployment(session, add_job(session))
+    deployments.image_completed(
+        session, model, wpg=TRAIN, tier="host", progress=(4, 0), bytes=77, now_us=1
+    )
+    deployments.moved(session, model, wpg=WpgId("train-7"), now_us=2)
+    row = deployments.get_deployment(session, model)
+    assert (row.wpg, row.image_seq) == ("train-7", None)
+    assert deployments.images_of(session, model) == []
 
 
 def test_a_dropped_deployment_is_gone_once_with_its_images(session: Session) -> None:
