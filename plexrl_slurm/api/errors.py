@@ -1,7 +1,7 @@
 """Our errors as HTTP answers: a status that the SDK treats rightly, and one sentence.
 
 The SDK retries 408, 409, 429 and 5xx for minutes and takes every other 4xx as final, so 409
-is never used, and 5xx only for what may pass by itself.
+is never used where it asks, and 5xx only for what may pass by itself.
 """
 
 import logging
@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from plexrl_slurm.core.errors import (
     BadInput,
     Denied,
+    NotAdmitted,
     NotFound,
     PlexError,
     Unauthenticated,
@@ -30,6 +31,7 @@ _STATUS: Final[tuple[tuple[type[BaseException], int], ...]] = (
     (Denied, 403),
     (NotFound, 404),
     (UnknownModel, 404),
+    (NotAdmitted, 409),
     (ValueError, 400),
     (PlexError, 500),
 )

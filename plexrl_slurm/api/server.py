@@ -1,16 +1,17 @@
-"""Serves the application on a loopback port and on a unix socket, in the loop that runs now."""
+"""Serves the application on a TCP port and on a unix socket, in the loop that runs now."""
 
 import asyncio
 import errno
 import resource
 import socket
+import ssl
 import stat
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import uvicorn
 from fastapi import FastAPI
@@ -66,6 +67,41 @@ class _Server(uvicorn.Server):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Tls:
+    """Files of the API's certificate (with its chain) and key, PEM."""
+
+    cert: Path
+    key: Path
+
+    def check(self) -> None:
+        """Raise ``BadInput`` if they are not a certificate and its own key, kept secret."""
+        for what, path in (("tls_cert", self.cert), ("tls_key", self.key)):
+            try:
+                mode = path.stat().st_mode
+                path.read_bytes()
+            except OSError as error:
+                raise BadInput(
+                    f"{what} {path} cannot be read ({error.strerror}): name a PEM file that the "
+                    f"service user may read"
+                ) from error
+        if mode & stat.S_IROTH:
+            raise BadInput(f"tls_key {self.key} can be read by everybody: chmod 600 it")
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_cert_chain(self.cert, self.key, password=_no_password)
+        except ssl.SSLError as error:
+            raise BadInput(self._why_not(error)) from error
+
+    def _why_not(self, error: ssl.SSLError) -> str:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            return f"tls_key {self.key} is not the key of tls_cert {self.cert}: name the pair"
+        return (
+            f"tls_cert {self.cert} and tls_key {self.key} are no certificate and key in PEM form "
+            f"({error.reason or error}): convert them, or name the right files"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
     """A running API."""
 
@@ -85,11 +121,16 @@ class Serving:
         self.socket_path.unlink(missing_ok=True)
 
 
-async def serve(app: FastAPI, *, host: str, port: int, socket_path: Path) -> Serving:
+async def serve(
+    app: FastAPI, *, host: str, port: int, socket_path: Path, tls: Tls | None = None
+) -> Serving:
     """Listen on ``host:port`` (0: any free port) and ``socket_path``; raises ``BadInput``.
 
+    With ``tls`` the port speaks HTTPS only.
     Everybody may connect to the socket: what they may do depends on their uid.
     """
+    if tls is not None:
+        tls.check()
     _allow_many_files()
     tcp = _listen_tcp(host, port)
     try:
@@ -97,7 +138,7 @@ async def serve(app: FastAPI, *, host: str, port: int, socket_path: Path) -> Ser
     except BaseException:
         tcp.close()
         raise
-    servers = tuple(_Server(_config(app)) for _ in range(2))
+    servers = (_Server(_config(app, tls)), _Server(_config(app, None)))
     tasks = tuple(
         asyncio.create_task(server.serve(sockets=[listener]))
         for server, listener in zip(servers, (tcp, unix), strict=True)
@@ -113,9 +154,11 @@ async def serve(app: FastAPI, *, host: str, port: int, socket_path: Path) -> Ser
     )
 
 
-def _config(app: FastAPI) -> uvicorn.Config:
+def _config(app: FastAPI, tls: Tls | None) -> uvicorn.Config:
     return uvicorn.Config(
         app,
+        ssl_certfile=None if tls is None else tls.cert,
+        ssl_keyfile=None if tls is None else tls.key,
         http=_PeerProtocol,
         ws="none",
         lifespan="off",
@@ -128,6 +171,11 @@ def _config(app: FastAPI) -> uvicorn.Config:
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=GRACE_S,
     )
+
+
+def _no_password() -> NoReturn:
+    """OpenSSL would ask on the terminal, and a daemon has none."""
+    raise ssl.SSLError(1, "the key has a passphrase")
 
 
 def _allow_many_files() -> None:

@@ -11,12 +11,12 @@ from typing import Any, Protocol, TypeAlias
 
 from plexrl_slurm import wire
 from plexrl_slurm.core.catalogue import ModelSpec
-from plexrl_slurm.core.ids import CallId, JobId
+from plexrl_slurm.core.ids import CallId, JobId, SlurmId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Principal:
-    """Who asks: a job (by its token), or a user (by the unix socket's peer uid)."""
+    """Who asks: a job (by its token), or a user (by the socket's peer uid, or by MUNGE)."""
 
     uid: int
     user: str
@@ -230,6 +230,13 @@ class Service(Protocol):
         """Queue a row. ``{"job_id", "token", "env": {name: value}}``; not runnable until bound."""
 
     async def bind_job(self, who: Principal, job_id: JobId, *, slurm_id: str) -> dict[str, Any]: ...
+
+    async def credentials(self, who: Principal, slurm_id: SlurmId) -> dict[str, Any]:
+        """The answer of :meth:`submit_job` again, for the caller's own live job of that Slurm id.
+
+        Raises ``NotFound`` for another's or none, ``NotAdmitted`` before it is admitted. The
+        caller is a user, not a job's token.
+        """
 
     async def cancel_job(self, who: Principal, job_id: JobId, *, reason: str) -> dict[str, Any]: ...
 

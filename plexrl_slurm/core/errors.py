@@ -132,6 +132,33 @@ class Unauthenticated(Denied):
     """We do not know who you are."""
 
 
+class CredentialsUnavailable(PlexError, RuntimeError):
+    """MUNGE cannot make or check credentials now. ``sentence`` says where and what to do."""
+
+    exit_code = 75
+    retryable = True
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(sentence)
+        self.sentence = sentence
+
+    def explain(self) -> str:
+        return self.sentence
+
+
+class NotAdmitted(PlexError, RuntimeError):
+    """The job waits for its turn, so it has no credentials yet."""
+
+    exit_code = 75
+
+    def __init__(self, slurm_id: str, reason: str) -> None:
+        super().__init__(slurm_id, reason)
+        self.slurm_id, self.reason = slurm_id, reason
+
+    def explain(self) -> str:
+        return f"job {self.slurm_id} is not admitted yet: {self.reason or 'it waits for its turn'}"
+
+
 class DaemonUnavailable(PlexError, ConnectionError):
     """The partition's daemon does not answer."""
 

@@ -28,12 +28,13 @@ from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import (
     BadInput,
     DatabaseUnavailable,
+    NotAdmitted,
     NotFound,
     PlexError,
     StorageFull,
     UnknownModel,
 )
-from plexrl_slurm.core.ids import CallId, JobId
+from plexrl_slurm.core.ids import CallId, JobId, SlurmId
 
 TOKEN_A = "tml-job-a"
 TOKEN_B = "tml-job-b"
@@ -83,6 +84,9 @@ class FakeService:
         self.polled: list[str] = []
         self.cancelled: list[str] = []
         self.asked: list[tuple[str, object]] = []
+        #: Uid of each Slurm job's owner, and why a job that is not admitted waits.
+        self.owners: dict[SlurmId, int] = {}
+        self.waiting: dict[SlurmId, str] = {}
         #: While set, samples stay pending with this reason.
         self.held: Pending | None = None
         #: The next submissions are recorded, and then answered with an error.
@@ -411,6 +415,13 @@ class FakeService:
 
     async def bind_job(self, who: Principal, job_id: JobId, *, slurm_id: str) -> dict[str, Any]:
         return {"job_id": job_id, "slurm_id": slurm_id}
+
+    async def credentials(self, who: Principal, slurm_id: SlurmId) -> dict[str, Any]:
+        if self.owners.get(slurm_id) != who.uid:
+            raise NotFound("job", slurm_id)
+        if slurm_id in self.waiting:
+            raise NotAdmitted(slurm_id, self.waiting[slurm_id])
+        return {"job_id": 7, "token": "tml-seven", "env": {"TINKER_API_KEY": "tml-seven"}}
 
     async def cancel_job(self, who: Principal, job_id: JobId, *, reason: str) -> dict[str, Any]:
         if job_id != 7:
