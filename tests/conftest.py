@@ -29,6 +29,7 @@ def _has_postgres_server() -> bool:
 #: What each marker needs, and whether it is here.
 NEEDS = {
     "slurm": shutil.which("sbatch") is not None,
+    "munge": all(shutil.which(name) for name in ("munge", "unmunge", "munged")),
     "gpu": Path("/dev/nvidiactl").exists(),
     "postgres": _has_postgres_server(),
     "engines": _has("torch", "deepspeed", "vllm"),

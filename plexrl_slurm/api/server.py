@@ -88,9 +88,16 @@ class Tls:
             raise BadInput(f"tls_key {self.key} can be read by everybody: chmod 600 it")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
-            context.load_cert_chain(self.cert, self.key, password=_no_password)
+            context.load_cert_chain(self.cert, self.key, password=self._no_password)
         except ssl.SSLError as error:
             raise BadInput(self._why_not(error)) from error
+
+    def _no_password(self) -> NoReturn:
+        """OpenSSL would ask on a terminal."""
+        raise BadInput(
+            f"tls_key {self.key} has a passphrase, and the daemon has nobody to ask for it: "
+            f"write it without one (openssl pkey -in KEY -out NEWKEY)"
+        )
 
     def _why_not(self, error: ssl.SSLError) -> str:
         if error.reason == "KEY_VALUES_MISMATCH":
@@ -171,11 +178,6 @@ def _config(app: FastAPI, tls: Tls | None) -> uvicorn.Config:
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=GRACE_S,
     )
-
-
-def _no_password() -> NoReturn:
-    """OpenSSL would ask on the terminal, and a daemon has none."""
-    raise ssl.SSLError(1, "the key has a passphrase")
 
 
 def _allow_many_files() -> None:

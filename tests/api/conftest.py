@@ -17,7 +17,8 @@ from fastapi import FastAPI
 
 from plexrl_slurm.api.app import make_app
 from plexrl_slurm.api.auth import AuthenticateSocket, principal_of_peer
-from plexrl_slurm.api.server import Serving, serve
+from plexrl_slurm.api.munge import Munge
+from plexrl_slurm.api.server import Serving, Tls, serve
 from plexrl_slurm.core.catalogue import ModelSpec
 from tests.api.fake_service import TOKEN_A, FakeService
 
@@ -70,16 +71,21 @@ class Api:
 
 @contextmanager
 def run_api(
-    folder: Path, *, authenticate_socket: AuthenticateSocket = principal_of_peer
+    folder: Path,
+    *,
+    authenticate_socket: AuthenticateSocket = principal_of_peer,
+    munge: Munge | None = None,
+    tls: Tls | None = None,
 ) -> Iterator[Api]:
     service = make_service(folder)
-    app = make_app(service, authenticate_socket=authenticate_socket)
+    app = make_app(service, authenticate_socket=authenticate_socket, munge=munge)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="api")
     thread.start()
 
     async def start() -> Serving:
-        return await serve(app, host="127.0.0.1", port=0, socket_path=folder / "api.sock")
+        path = folder / "api.sock"
+        return await serve(app, host="127.0.0.1", port=0, socket_path=path, tls=tls)
 
     try:
         serving = asyncio.run_coroutine_threadsafe(start(), loop).result(10)
