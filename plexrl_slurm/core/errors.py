@@ -248,6 +248,13 @@ class SlurmUnavailable(PlexError, RuntimeError):
     exit_code = 75
     retryable = True
 
+    def __init__(self, sentence: str = "") -> None:
+        super().__init__(sentence)
+        self.sentence = sentence
+
+    def explain(self) -> str:
+        return self.sentence
+
 
 class SlurmRejected(PlexError, RuntimeError):
     """Slurm refused the request."""

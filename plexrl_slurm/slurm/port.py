@@ -77,6 +77,8 @@ class JobStatus:
     restarts: int = 0
     #: Of a heterogeneous job: raw id of each component, in order of their offsets, itself first.
     components: tuple[SlurmId, ...] = ()
+    #: Of a component that is not the leader: the leader's id.
+    leader: SlurmId | None = field(default=None, compare=False)
     #: Of an array task: the array's id and the task's index.
     array_id: SlurmId | None = None
     array_task: int | None = None
