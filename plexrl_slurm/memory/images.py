@@ -2,7 +2,8 @@
 
 An image is written into a slot that holds nothing valuable, and becomes *the* image of its
 deployment only when every rank has finished; then the older one's slot is free again. So k
-deployments need k + 1 slots, and at every instant each has a complete image or none yet.
+deployments need k + 1 slots (one more while an image is copied to the durable tier), and at
+every instant each has a complete image or none yet.
 """
 
 from collections.abc import Iterable
@@ -31,6 +32,8 @@ class ImageStore:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._held: dict[str, Held] = {}
         self._writing: set[int] = set()
+        #: Slots that somebody reads, and how many do.
+        self._pinned: dict[int, int] = {}
         for slot in self._slots_on_disk():
             self._adopt(slot)
 
@@ -48,10 +51,23 @@ class ImageStore:
 
     def begin(self) -> int:
         """A slot to write into; ends in :meth:`commit` or :meth:`abandon`."""
-        taken = {held.slot for held in self._held.values()} | self._writing
+        taken = self._taken()
         slot = next(number for number in range(len(taken) + 1) if number not in taken)
         self._writing.add(slot)
         return slot
+
+    def pin(self, slot: int) -> None:
+        """Nobody may write into ``slot`` until :meth:`unpin`, whatever becomes of its image."""
+        self._pinned[slot] = self._pinned.get(slot, 0) + 1
+
+    def unpin(self, slot: int) -> None:
+        """One reader less."""
+        self._pinned[slot] -= 1
+        if not self._pinned[slot]:
+            del self._pinned[slot]
+
+    def _taken(self) -> set[int]:
+        return {held.slot for held in self._held.values()} | self._writing | self._pinned.keys()
 
     def commit(self, slot: int, *, deployment: str, progress: tuple[int, int]) -> None:
         """Every rank has finished writing ``slot``: it is the image now."""
@@ -68,7 +84,7 @@ class ImageStore:
     def drop(self, deployment: str) -> None:
         """Forget an image; its slab stays warm for the next one unless there are many free."""
         self._held.pop(deployment, None)
-        taken = {held.slot for held in self._held.values()} | self._writing
+        taken = self._taken()
         free = [slot for slot in self._slots_on_disk() if slot not in taken]
         for slot in free[2:]:
             for path in self.paths(slot):

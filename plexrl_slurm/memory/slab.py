@@ -28,6 +28,8 @@ _PRELUDE: Final = struct.Struct("<8sIIQQ")
 _MARK: Final = struct.Struct("<Q")
 _MARK_AT: Final = _PRELUDE.size - _MARK.size
 _PAGE: Final = 4096
+#: Bytes before the header; the commit mark is their end.
+PRELUDE_BYTES: Final = _PRELUDE.size
 
 
 class SlabTensor(msgspec.Struct, frozen=True, array_like=True):
@@ -71,6 +73,18 @@ def read_header(path: Path) -> SlabHeader:
     except OSError as error:
         raise BadImage(str(path), f"cannot be read ({error.strerror})") from error
     return _parse(path, size, prelude, header)
+
+
+def used_bytes(path: Path) -> int:
+    """Bytes of the complete slab at ``path`` that mean something; raises ``BadImage``."""
+    read_header(path)
+    with path.open("rb") as file:
+        return int(_PRELUDE.unpack(file.read(_PRELUDE.size))[3])
+
+
+def unmarked(prelude: bytes) -> bytes:
+    """The prelude of a slab that is not finished."""
+    return prelude[:_MARK_AT] + bytes(_MARK.size)
 
 
 def _header_bytes(path: Path, prelude: bytes) -> int:

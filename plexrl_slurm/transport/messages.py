@@ -20,6 +20,8 @@ class WpgConfig(msgspec.Struct, frozen=True):
     gpus: int
     options: dict[str, Any]
     cores: list[int]
+    #: Which of the node's GPUs, counted from 0 in the order of its CUDA_VISIBLE_DEVICES.
+    devices: list[int] = []
 
 
 class ImageHeld(msgspec.Struct, frozen=True):
@@ -92,9 +94,12 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     number: int
     wpg: str
     order: str
-    #: ``run``, ``switch`` or ``save``.
+    #: ``run``, ``switch``, ``save`` or ``persist``.
     what: str
     ok: bool
+    #: Of a persist: the deployment, and the progress that is durable now.
+    deployment: str = ""
+    progress: tuple[int, int] = (0, 0)
     call: str = ""
     part: int = 0
     #: Encoded ``wire.Result`` of a run.
@@ -147,6 +152,9 @@ class SwitchOrder(msgspec.Struct, frozen=True, tag="switch"):
     progress: tuple[int, int] = (0, 0)
     snapshot_path: str = ""
     model: str = ""
+    #: Folder of the incoming's durable image, for an agent that has no image as new as this.
+    durable_path: str = ""
+    durable_progress: tuple[int, int] = (0, 0)
 
 
 class SaveOrder(msgspec.Struct, frozen=True, tag="save"):
@@ -159,6 +167,15 @@ class SaveOrder(msgspec.Struct, frozen=True, tag="save"):
     incarnation: int
     deployment: str
     progress: tuple[int, int]
+
+
+class PersistOrder(msgspec.Struct, frozen=True, tag="persist"):
+    """See ``core.messages.Persist``."""
+
+    epoch: int
+    id: str
+    wpg: str
+    deployment: str
 
 
 class RunOrder(msgspec.Struct, frozen=True, tag="run"):
@@ -210,6 +227,7 @@ Command: TypeAlias = (
     | Ack
     | SwitchOrder
     | SaveOrder
+    | PersistOrder
     | RunOrder
     | AbortOrder
     | DropOrder

@@ -1,0 +1,169 @@
+"""The durable tier in its simplest form: a folder of slab files for each image on a shared disk.
+
+A folder is complete or it does not exist: it is written under another name, synced, and renamed;
+its manifest has a checksum of every file, checked when the image comes back. What is there is
+never changed, so an agent that was declared lost can at worst leave a folder that nobody asks for.
+"""
+
+import os
+import shutil
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO, Final
+
+import msgspec
+
+from plexrl_slurm.core.errors import BadImage
+from plexrl_slurm.memory.files import publish_folder, storage_errors, sync_folder, write_bytes
+from plexrl_slurm.memory.slab import PRELUDE_BYTES, read_header, unmarked, used_bytes
+
+_CHUNK: Final = 8 << 20
+_MANIFEST: Final = "manifest.json"
+
+
+class RankFile(msgspec.Struct, frozen=True):
+    """One rank's slab."""
+
+    name: str
+    bytes: int
+    crc32: int
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """What a folder contains."""
+
+    deployment: str
+    progress: tuple[int, int]
+    files: tuple[RankFile, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Of all files."""
+        return sum(file.bytes for file in self.files)
+
+
+def folder_of(durable: Path, deployment: str, progress: tuple[int, int]) -> Path:
+    """Where an image with this progress lies, or would lie."""
+    seq, part = progress
+    return home_of(durable, deployment) / f"{seq:09d}.{part:04d}"
+
+
+def home_of(durable: Path, deployment: str) -> Path:
+    """All images of a deployment."""
+    return durable / deployment.replace(":", ".").replace("/", "_")
+
+
+def write_image(folder: Path, slabs: Sequence[Path], *, writer: str) -> Manifest:
+    """Copy complete slabs, one for each rank, into the new ``folder``.
+
+    ``writer`` keeps apart what two agents write at once. If the folder is there already, it has
+    the same image. Raises ``BadImage`` for a slab that is not complete, and ``StorageFull``.
+    """
+    header = read_header(slabs[0])
+    part = folder.with_name(f".{folder.name}.{writer}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True, mode=0o700)
+    try:
+        files = []
+        for rank, slab in enumerate(slabs):
+            name, size = f"rank-{rank}.slab", used_bytes(slab)
+            with (
+                storage_errors(part, size),
+                slab.open("rb") as source,
+                (part / name).open("xb") as target,
+            ):
+                crc = 0
+                for chunk in _chunks(source, size):
+                    crc = zlib.crc32(chunk, crc)
+                    target.write(chunk)
+                target.flush()
+                os.fsync(target.fileno())
+            files.append(RankFile(name=name, bytes=size, crc32=crc))
+        manifest = Manifest(
+            deployment=header.deployment, progress=header.progress, files=tuple(files)
+        )
+        write_bytes(part / _MANIFEST, msgspec.json.encode(manifest))
+        if not (folder / _MANIFEST).exists():
+            publish_folder(part, folder)
+            sync_folder(folder.parent.parent)
+        return manifest
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Raises ``BadImage`` if there is no complete image."""
+    try:
+        return msgspec.json.decode((folder / _MANIFEST).read_bytes(), type=Manifest)
+    except OSError as error:
+        raise BadImage(str(folder), f"cannot be read ({error.strerror})") from error
+    except msgspec.DecodeError as error:
+        raise BadImage(str(folder), f"has an unreadable manifest ({error})") from error
+
+
+def read_image(folder: Path, slabs: Sequence[Path]) -> Manifest:
+    """Copy the image in ``folder`` into slabs, which are valid only once all is there and checked.
+
+    A slab that exists is overwritten in place: ranks keep their mapping of it.
+    """
+    manifest = read_manifest(folder)
+    if len(manifest.files) != len(slabs):
+        raise BadImage(
+            str(folder),
+            f"is of {len(manifest.files)} ranks, and {len(slabs)} are to load it",
+        )
+    preludes = []
+    for file, slab in zip(manifest.files, slabs, strict=True):
+        preludes.append(_read_slab(folder / file.name, file, slab))
+    for prelude, slab in zip(preludes, slabs, strict=True):
+        with slab.open("r+b") as target:
+            target.write(prelude)
+    return manifest
+
+
+def _read_slab(source_path: Path, file: RankFile, slab: Path) -> bytes:
+    """Everything but the commit mark; returns the prelude, which has it."""
+    descriptor = os.open(slab, os.O_RDWR | os.O_CREAT, 0o600)
+    with storage_errors(slab.parent, file.bytes), os.fdopen(descriptor, "r+b") as target:
+        size = max(file.bytes, os.fstat(target.fileno()).st_size)
+        os.posix_fallocate(target.fileno(), 0, size)
+        try:
+            source = source_path.open("rb")
+        except OSError as error:
+            raise BadImage(str(source_path), f"cannot be read ({error.strerror})") from error
+        with source:
+            crc, prelude = 0, b""
+            for chunk in _chunks(source, file.bytes):
+                crc = zlib.crc32(chunk, crc)
+                if not prelude:
+                    prelude = chunk[:PRELUDE_BYTES]
+                    chunk = unmarked(prelude) + chunk[PRELUDE_BYTES:]
+                target.write(chunk)
+    if crc != file.crc32:
+        raise BadImage(str(source_path), "is damaged: its checksum is not that of its manifest")
+    return prelude
+
+
+def keep_newest(durable: Path, deployment: str, progress: tuple[int, int]) -> None:
+    """Delete images that are older than the one with ``progress``, which is complete."""
+    kept = folder_of(durable, deployment, progress)
+    for folder in sorted(home_of(durable, deployment).glob("[0-9]*")):
+        if folder.name < kept.name:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def drop_images(durable: Path, deployment: str) -> None:
+    """Delete all images of a deployment."""
+    shutil.rmtree(home_of(durable, deployment), ignore_errors=True)
+
+
+def _chunks(source: BinaryIO, size: int) -> Iterator[bytes]:
+    """Exactly ``size`` bytes."""
+    left = size
+    while left:
+        chunk = source.read(min(_CHUNK, left))
+        if not chunk:
+            raise BadImage(source.name, f"is cut off: {left} bytes are missing")
+        left -= len(chunk)
+        yield chunk
