@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from plexrl_slurm.core.books import Books
+from plexrl_slurm.core.ids import JobId
 from plexrl_slurm.core.lane import Lane, Tenant
 from plexrl_slurm.core.messages import FunctionKind
 from plexrl_slurm.core.ordering import START
@@ -23,6 +24,8 @@ def complaints(books: Books) -> list[str]:
     for name, (lane, tenant) in books.homes.items():
         if name not in tenant.members or lane.tenants.get(tenant.key) is not tenant:
             found.append(f"{name} has lost its home {lane.id}")
+        elif tenant.members[name].wpg != lane.id or books.lanes.get(lane.id) is not lane:
+            found.append(f"{name} lives on {lane.id} and is said to live elsewhere")
     for call_id, entry in books.entries.items():
         if entry.call.deployment not in books.homes:
             found.append(f"call {call_id} is kept for a deployment that is gone")
@@ -50,9 +53,27 @@ def _lane(lane: Lane) -> Iterator[str]:
         yield f"{lane.id} charges {lane.meter.use} while it does {lane.use()}"
     if lane.kept_until_us is not None and (runs or lane.move is not None):
         yield f"{lane.id} is kept while it works"
-    for phase in lane.phases.values():
+    if lane.drained and (runs or lane.move is not None or not lane.draining):
+        yield f"{lane.id} was given up and does something"
+    if lane.draining and lane.wpg is None:
+        yield f"{lane.id} is being given back and not held"
+    if lane.draining and (lane.owed is not None or lane.kept_until_us is not None):
+        yield f"{lane.id} is being given back and waits for somebody"
+    if any(lane.tenants.get(key) is not tenant for key, tenant in lane.copies.items()):
+        yield f"{lane.id} is to copy what does not live there"
+    for (key, job), phase in lane.phases.items():
+        if phase.waiting != _waiting(lane, key, job):
+            yield f"{lane.id} counts the waiting calls of job {job} wrongly"
         if phase.waiting < 0 or phase.running < 0:
             yield f"{lane.id} counts the calls of job {phase.job} wrongly"
+
+
+def _waiting(lane: Lane, key: str, job: JobId) -> int:
+    """Calls that wait in one phase."""
+    if key:
+        return key in lane.tenants and lane.tenants[key].ready_us is not None
+    samples = (e for tenant in lane.tenants.values() for e in tenant.samples.values())
+    return sum(entry.call.job == job for entry in samples)
 
 
 def _tenant(lane: Lane, tenant: Tenant) -> Iterator[str]:
@@ -70,6 +91,8 @@ def _tenant(lane: Lane, tenant: Tenant) -> Iterator[str]:
             f"{tenant.key}: image {program.image}, position {program.position} and frontier "
             f"{program.frontier} are out of order"
         )
+    if tenant.copying and (lane.wpg is None or program.image is None):
+        yield f"{tenant.key} is being copied from nowhere"
     if program.dirty and not on_device:
         yield f"{tenant.key} has changes that are neither on the device nor in an image"
     for seq, entry in program.calls.items():

@@ -22,6 +22,8 @@ class Books:
     hold_us: int
     max_attempts: int
     costs: SwitchCosts
+    #: Optimizer steps between two durable images; ``None``: a host image is enough.
+    durable_every: int | None = None
     estimates: Estimates = field(default_factory=Estimates)
     lanes: dict[WpgId, Lane] = field(default_factory=dict)
     #: Where each deployment lives.
@@ -45,6 +47,11 @@ class Books:
     def touch(self, lane: Lane) -> None:
         """Something changed: the lane wants to be planned."""
         self.stale[lane.id] = lane
+
+    def tidy(self, lane: Lane) -> None:
+        """Forget a lane that is nobody's home and not held."""
+        if lane.wpg is None and not lane.tenants and self.lanes.get(lane.id) is lane:
+            del self.lanes[lane.id]
 
     # -- calls ----------------------------------------------------------------------------
 
@@ -171,11 +178,28 @@ class Books:
         self, tenant: Tenant, progress: Position, cause: CauseId, out: list[AnyInstruction]
     ) -> None:
         """A complete image of ``tenant`` exists; calls below ``progress`` are over."""
-        if tenant.program is None or tenant.gone:
+        program = tenant.program
+        if program is None or tenant.gone:
             return
-        for entry in tenant.program.saved(progress):
+        floor = program.floor
+        self.forget(tenant, program.saved(progress), floor, cause, out)
+        if self.durable_every is not None:
+            self.homes[tenant.name][0].granted(tenant)
+
+    def forget(
+        self,
+        tenant: Tenant,
+        entries: Sequence[Entry],
+        floor: Position,
+        cause: CauseId,
+        out: list[AnyInstruction],
+    ) -> None:
+        """``entries`` never run again; before, all from ``floor`` on could."""
+        for entry in entries:
             self.entries.pop(entry.call.id, None)
-        out.append(Forget(deployment=tenant.name, progress=progress, cause=cause))
+        if tenant.program is not None and tenant.program.floor > floor:
+            forget = Forget(deployment=tenant.name, progress=tenant.program.floor, cause=cause)
+            out.append(forget)
 
     def lose(self, lane: Lane, cause: CauseId, out: list[AnyInstruction], *, blame: bool) -> None:
         """The WPG's memory is gone: states go back to their images, runs are put back."""

@@ -23,6 +23,8 @@ class ReasonKind(StrEnum):
     #: Calls run again, because the device was lost.
     REPLAY = "replay"
     NOT_HELD = "not_held"
+    #: Its WPG is being given back.
+    DRAINING = "draining"
     DOWN = "down"
     BUSY = "busy"
     SWITCHING = "switching"
@@ -89,6 +91,8 @@ class WpgView:
     kept_until_us: int | None
     #: Why it is down; "" if it is up.
     reason: str
+    #: It is being given back.
+    draining: bool = False
 
 
 def explain(planner: Planner, subject: str) -> Explanation:
@@ -102,7 +106,7 @@ def explain(planner: Planner, subject: str) -> Explanation:
     elif home is not None:
         reasons = tuple(_of_deployment(planner, *home))
     elif lane is not None:
-        reasons = tuple(_of_lane(lane))
+        reasons = (*_of_return(lane), *_of_lane(lane))
     else:
         sentence = f"{subject} is not here: it has ended, or it never came"
         reasons = (Reason(kind=ReasonKind.UNKNOWN, sentence=sentence),)
@@ -145,6 +149,7 @@ def view(planner: Planner, lane: Lane) -> WpgView:
         since_us=lane.meter.since_us,
         kept_until_us=lane.kept_until_us,
         reason=lane.reason,
+        draining=lane.draining,
     )
 
 
@@ -183,6 +188,9 @@ def _of_deployment(planner: Planner, lane: Lane, tenant: Tenant) -> Iterator[Rea
     if any(run.tenant is tenant for run in lane.running.values()):
         yield from _running(lane)
     elif tenant.key not in lane.waiting:
+        if lane.wpg is None or lane.draining:
+            yield from _of_home(planner, lane, tenant)
+            return
         sentence = f"{lane.id} has no call of it to run"
         yield Reason(kind=ReasonKind.IDLE, sentence=sentence, wpg=lane.id)
         return
@@ -195,10 +203,13 @@ def _of_deployment(planner: Planner, lane: Lane, tenant: Tenant) -> Iterator[Rea
 
 
 def _of_wait(planner: Planner, lane: Lane, tenant: Tenant) -> Iterator[Reason]:
+    if lane.wpg is None or lane.draining:
+        yield from _of_home(planner, lane, tenant)
+        return
     if lane.resident is not tenant or not lane.running:
         busy = list(_of_lane(lane))
         yield from (reason for reason in busy if reason.kind is not ReasonKind.IDLE)
-        if lane.wpg is None or not lane.up or lane.kept_until_us is not None:
+        if not lane.up or lane.kept_until_us is not None:
             return
     elif lane.leaving:
         others = sorted(
@@ -218,9 +229,39 @@ def _of_wait(planner: Planner, lane: Lane, tenant: Tenant) -> Iterator[Reason]:
         yield Reason(kind=ReasonKind.AHEAD, sentence=sentence, wpg=lane.id, job=choice.winner.job)
 
 
+def _of_home(planner: Planner, lane: Lane, tenant: Tenant) -> Iterator[Reason]:
+    """Of one whose WPG is gone, not there yet, or about to go."""
+    program, wpg = tenant.program, lane.id
+    if lane.wpg is None:
+        sentence = f"its WPG is not there yet ({wpg})"
+        if lane.gone:
+            sentence = f"its WPG {wpg} is gone ({lane.gone}); it waits for another WPG"
+        yield Reason(kind=ReasonKind.NOT_HELD, sentence=sentence, wpg=wpg)
+        return
+    sentence = f"WPG {wpg} is being given back; the deployment moves"
+    if program is not None:
+        durable = planner.books.durable_every is not None
+        sentence += f" when its state is {'durable' if durable else 'saved'}"
+    yield Reason(kind=ReasonKind.DRAINING, sentence=sentence, wpg=wpg)
+    if not lane.up:
+        yield from _of_lane(lane)
+    if tenant.refusals:
+        what = "saving its state" if tenant.dirty else "copying its state to the durable tier"
+        sentence = f"{what} has failed ({tenant.refusals} in a row) and is tried again"
+        yield Reason(kind=ReasonKind.DRAINING, sentence=sentence, wpg=wpg, until_us=tenant.retry_us)
+
+
+def _of_return(lane: Lane) -> Iterator[Reason]:
+    if lane.draining:
+        sentence = f"{lane.id} is being given back"
+        yield Reason(kind=ReasonKind.DRAINING, sentence=sentence, wpg=lane.id)
+
+
 def _of_lane(lane: Lane) -> Iterator[Reason]:
     if lane.wpg is None:
         sentence = f"{lane.id} is not held by the partition now"
+        if lane.gone:
+            sentence = f"{lane.id} is gone ({lane.gone})"
         yield Reason(kind=ReasonKind.NOT_HELD, sentence=sentence, wpg=lane.id)
     elif not lane.up:
         sentence = f"{lane.id} is down: restarting ({lane.reason})"

@@ -2,6 +2,7 @@
 
 from typing import assert_never
 
+from plexrl_slurm.core import handover
 from plexrl_slurm.core.books import Books
 from plexrl_slurm.core.lane import Lane, Running, Tenant
 from plexrl_slurm.core.ledger import Meter
@@ -13,7 +14,9 @@ from plexrl_slurm.core.messages import (
     DeploymentDropped,
     DeploymentMoved,
     DeploymentPlaced,
+    Drained,
     Finish,
+    FunctionKind,
     Persisted,
     Pool,
     RunEnded,
@@ -27,7 +30,7 @@ from plexrl_slurm.core.messages import (
     WpgResumed,
     WpgUp,
 )
-from plexrl_slurm.core.ordering import START, Entry, Program
+from plexrl_slurm.core.ordering import START, Entry, Position, Program
 from plexrl_slurm.core.residency import Residency, Whereabouts
 
 
@@ -42,6 +45,8 @@ def book(books: Books, event: AnyEvent) -> list[AnyInstruction]:
         if isinstance(event, CallArrived) and not event.done:
             reason = f"deployment {event.call.deployment} is not here: its job has ended"
             out.append(Finish(call=event.call.id, ok=False, reason=reason, cause=event.cause))
+        elif isinstance(event, WpgDraining):
+            out.append(Drained(wpg=event.wpg, cause=event.cause))
         return out
     lane.clamp(event.at_us)
     match event:
@@ -65,8 +70,14 @@ def book(books: Books, event: AnyEvent) -> list[AnyInstruction]:
             _run_ended(books, lane, event, out)
         case SwitchEnded():
             _switch_ended(books, lane, event, out)
-        case WpgDraining() | WpgResumed() | DeploymentMoved() | Persisted():
-            pass
+        case WpgDraining():
+            handover.draining(lane, event, out)
+        case WpgResumed():
+            handover.resumed(lane)
+        case DeploymentMoved():
+            handover.moved(books, lane, event, out)
+        case Persisted():
+            handover.persisted(books, lane, books.homes[event.deployment][1], event, out)
         case _:
             assert_never(event)
     out.extend(lane.account(event.cause))
@@ -80,7 +91,8 @@ def _lane_of(books: Books, event: AnyEvent) -> Lane | None:
         case WpgHeld(wpg=wpg):
             return books.lane(wpg.id)
         case DeploymentPlaced(deployment=deployment):
-            return books.lane(deployment.wpg)
+            known = books.homes.get(deployment.id)
+            return known[0] if known is not None else books.lane(deployment.wpg)
         case (
             WpgUp()
             | WpgDown()
@@ -112,7 +124,8 @@ def _lane_of(books: Books, event: AnyEvent) -> Lane | None:
 def _held(lane: Lane, event: WpgHeld) -> None:
     if lane.wpg is None:
         lane.wpg, lane.meter = event.wpg, Meter(event.wpg, lane.now_us)
-        lane.up, lane.reason = False, "its ranks start"
+        lane.up, lane.reason, lane.gone = False, "its ranks start", ""
+        handover.look_at_copies(lane)
 
 
 def _up(books: Books, lane: Lane, event: WpgUp, out: list[AnyInstruction]) -> None:
@@ -169,9 +182,9 @@ def _released(books: Books, lane: Lane, event: WpgReleased, out: list[AnyInstruc
         books.lose(lane, event.cause, out, blame=False)
     if lane.meter is not None:
         out.extend(lane.meter.cut(lane.now_us, (), event.cause))
+    handover.released(lane, event, out)
     lane.wpg = lane.meter = None
-    if not lane.tenants:
-        del books.lanes[lane.id]
+    books.tidy(lane)
 
 
 # -- deployments --------------------------------------------------------------------------
@@ -181,15 +194,21 @@ def _placed(books: Books, lane: Lane, event: DeploymentPlaced, out: list[AnyInst
     deployment = event.deployment
     known = books.homes.get(deployment.id)
     if known is not None:
-        known[1].members[deployment.id] = deployment
-        _image_found(books, lane, known[1], event, out)
+        if deployment.wpg == lane.id:  # only a move changes its home
+            known[1].members[deployment.id] = deployment
+            _image_found(books, lane, known[1], event, out)
         return
-    trains = deployment.pool is Pool.TRAIN
+    trains, tiered = deployment.pool is Pool.TRAIN, books.durable_every is not None
+    image = _newest(event.image, event.durable if tiered else None)
     key = f"train {deployment.id}" if trains else f"sample {deployment.content}"
     tenant = lane.tenants.get(key)
     if tenant is None:
-        program = Program(image=event.image, applied=event.applied) if trains else None
-        at = Residency.ABSENT if trains and event.image is None else Residency.HOST
+        program = None
+        if trains:
+            program = Program(
+                image=image, applied=event.applied, tiered=tiered, durable=event.durable
+            )
+        at = Residency.ABSENT if trains and image is None else Residency.HOST
         tenant = lane.tenants[key] = Tenant(
             key=key,
             program=program,
@@ -198,6 +217,8 @@ def _placed(books: Books, lane: Lane, event: DeploymentPlaced, out: list[AnyInst
         )
     tenant.members[deployment.id] = deployment
     tenant.image_bytes = max(tenant.image_bytes, deployment.image_bytes)
+    if tiered and trains:
+        lane.granted(tenant)
     books.homes[deployment.id] = (lane, tenant)
     books.count(deployment, 1)
 
@@ -207,15 +228,26 @@ def _image_found(
 ) -> None:
     """An agent that was started again has another image than was believed."""
     program = tenant.program
-    if program is None or lane.up or event.image == program.image:
+    if program is None:
         return
-    if event.image is not None and event.image > (program.image or (0, 0)):
+    if event.durable is not None:
+        handover.durable(books, tenant, event.durable, event, out)
+        lane.granted(tenant)
+    image = _newest(event.image, program.durable)
+    if lane.up or image == program.image:
+        return
+    if image is not None and image > (program.image or START):
         # It was complete, and only its report was lost.
-        books.saved(tenant, event.image, event.cause, out)
+        books.saved(tenant, image, event.cause, out)
     else:
-        program.lost_image(event.image)
+        program.lost_image(image)
     tenant.lose(event.cause)
     books.settle(lane, tenant, event.cause, out)
+
+
+def _newest(image: Position | None, durable: Position | None) -> Position | None:
+    """What a home loads: the newer of what is in both tiers."""
+    return max((at for at in (image, durable) if at is not None), default=None)
 
 
 def _dropped(books: Books, lane: Lane, event: DeploymentDropped, out: list[AnyInstruction]) -> None:
@@ -239,8 +271,10 @@ def _dropped(books: Books, lane: Lane, event: DeploymentDropped, out: list[AnyIn
     else:
         tenant.gone = True
         del lane.tenants[tenant.key]
+        lane.copies.pop(tenant.key, None)
     books.bury(lane, tenant)
     lane.forget_phases()
+    books.tidy(lane)
 
 
 # -- calls --------------------------------------------------------------------------------
@@ -267,6 +301,8 @@ def _arrived(books: Books, lane: Lane, event: CallArrived, out: list[AnyInstruct
                 books.finish(entry, ok=False, reason=reason, cause=event.cause, out=out)
             return
         books.entries[call.id] = entry
+        if event.done and call.kind is FunctionKind.OPTIM_STEP:
+            lane.copies[tenant.key] = tenant  # a step that may be in no durable image
         if (call.seq + 1, 0) <= tenant.program.frontier:
             # It took effect before a restart, and only its end was not written down.
             books.finish(entry, ok=True, reason="", cause=event.cause, out=out)
@@ -328,6 +364,10 @@ def _switch_ended(books: Books, lane: Lane, event: SwitchEnded, out: list[AnyIns
         if incoming is not None:
             lane.resident, incoming.failures = incoming, 0
             incoming.step(Residency.RESIDENT, cause)
+            if incoming.program is not None:
+                incoming.program.loaded()
+                phase = lane.phase(incoming, incoming.last_job)
+                phase.open_step = incoming.program.open_step
     else:
         # Nobody knows what the device holds now; images and calls are all there.
         lane.resident = lane.owed = None
@@ -366,12 +406,15 @@ def _image_ended(
         tenant.step(Residency.RESIDENT, event.cause)
         if tenant.program is not None:
             tenant.program.steps = 0
+        if lane.draining:
+            lane.refused(tenant, handover.RETRY_US)
 
 
 def _tick(books: Books, event: Tick, out: list[AnyInstruction]) -> None:
-    """Write long stretches down; wake the lanes whose hold is over."""
+    """Write long stretches down; wake the lanes that wanted to be woken."""
     for lane in books.lanes.values():
         if lane.meter is not None and (event.flush or lane.meter.due(event.at_us)):
             out.extend(lane.meter.cut(lane.clamp(event.at_us), lane.calls(), event.cause))
-        if lane.kept_until_us is not None and event.at_us >= lane.kept_until_us:
+        alarm_us = lane.alarm_us()
+        if alarm_us is not None and event.at_us >= alarm_us:
             books.touch(lane)

@@ -44,6 +44,13 @@ class Tenant:
     failures: int = 0
     #: Its deployments were dropped; it goes when nothing of it runs.
     gone: bool = False
+    #: Its image is being copied to the durable tier.
+    copying: bool = False
+    #: Copies, and saves of a drain, that failed in a row; the next is tried at this instant.
+    refusals: int = 0
+    retry_us: int = 0
+    #: How often its home has changed.
+    moves: int = 0
 
     @property
     def name(self) -> DeploymentId:
@@ -142,6 +149,14 @@ class Lane:
     leaving: bool = False
     #: Until when the WPG is kept for the resident while others wait.
     kept_until_us: int | None = None
+    #: Tenants of which nobody has looked whether a durable copy is due.
+    copies: dict[str, Tenant] = field(default_factory=dict)
+    #: It is to be given back: nothing new begins.
+    draining: bool = False
+    #: ``Drained`` was said.
+    drained: bool = False
+    #: Why it is held no more; "" if it is, or never was.
+    gone: str = ""
 
     def clamp(self, at_us: int) -> int:
         """The instant to book an event at: time never goes back."""
@@ -165,6 +180,24 @@ class Lane:
         for key in [key for key in self.phases if key not in keys]:
             if not self.phases[key].running:
                 del self.phases[key]
+
+    def refused(self, tenant: Tenant, retry_us: int) -> None:
+        """A copy, or a save of a drain, has failed; it is tried again in a while."""
+        tenant.refusals += 1
+        tenant.retry_us = self.now_us + retry_us
+        self.copies[tenant.key] = tenant
+
+    def granted(self, tenant: Tenant) -> None:
+        """There is something new to copy, or it was copied: see whether more is to do."""
+        tenant.refusals = tenant.retry_us = 0
+        self.copies[tenant.key] = tenant
+
+    def alarm_us(self) -> int | None:
+        """When it wants to be planned though nothing happens."""
+        ends_us = [] if self.kept_until_us is None else [self.kept_until_us]
+        if self.up and self.copies:
+            ends_us += [tenant.retry_us for tenant in self.copies.values()]
+        return min(ends_us, default=None)
 
     def trains(self) -> bool:
         """Whether what runs is not sampling (or is unknown): it does not share the WPG."""

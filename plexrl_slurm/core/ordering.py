@@ -44,14 +44,29 @@ class Entry:
 
 
 class Program:
-    """Calls of one training deployment that no complete image contains, in order of ``seq``."""
+    """Calls of one training deployment that a loss may make run again, in order of ``seq``.
 
-    def __init__(self, *, image: Position | None, applied: Position) -> None:
+    That is, those that no complete image contains; with ``tiered``, no durable one.
+    """
+
+    def __init__(
+        self,
+        *,
+        image: Position | None,
+        applied: Position,
+        tiered: bool = False,
+        durable: Position | None = None,
+    ) -> None:
         self.calls: dict[int, Entry] = {}
-        #: Progress of the newest complete image.
+        #: Images live on nodes that can be lost, and have durable copies.
+        self._tiered = tiered
+        #: Progress of the newest complete image that its home can load.
         self.image = image
-        #: Whether gradients were pending when that image was made.
-        self._image_open = False
+        #: Progress of the newest durable image; may be another home's, and newer.
+        self.durable = durable if tiered else None
+        #: Whether gradients were pending when these were made; ``None``: the calls tell.
+        self._image_open: bool | None = None
+        self._durable_open = False
         self.position: Position = image or START
         #: What a WPG that kept its memory has, if it says that it has this deployment.
         self.applied: Position = max(applied, self.position)
@@ -70,10 +85,40 @@ class Program:
         """Whether what runs next has run before."""
         return self.position < self.frontier
 
+    @property
+    def floor(self) -> Position:
+        """Calls before it never run again."""
+        image = self.image or START
+        return min(image, self.durable or START) if self._tiered else image
+
+    @property
+    def safe(self) -> bool:
+        """Whether the loss of its home costs nothing that has taken effect on the device."""
+        if self.broken:
+            return True
+        if self.dirty or self.image is None:
+            return not self.dirty
+        return not self._tiered or (self.durable is not None and self.durable >= self.image)
+
+    @property
+    def wants_copy(self) -> bool:
+        """Whether its image is newer than its durable one."""
+        if not self._tiered or self.broken or self.image is None:
+            return False
+        return self.durable is None or self.durable < self.image
+
+    def steps_at_risk(self) -> int:
+        """Optimizer steps in the image that no durable one has. Reads all calls that are kept."""
+        first, last = (self.durable or START)[0], (self.image or START)[0]
+        return sum(
+            first <= seq < last and entry.call.kind is FunctionKind.OPTIM_STEP and entry.effect > 0
+            for seq, entry in self.calls.items()
+        )
+
     def add(self, entry: Entry) -> bool:
-        """Take a call in; false for a repeat, or for one that the image contains."""
+        """Take a call in; false for a repeat, or for one that can never run again."""
         seq = entry.call.seq
-        if seq in self.calls or (self.image is not None and seq < self.image[0]):
+        if seq in self.calls or seq < self.floor[0]:
             return False
         self.calls[seq] = entry
         if seq == 0 and entry.answered and not entry.effect:
@@ -138,22 +183,28 @@ class Program:
         """The state on the device is gone: go back to the image."""
         self.applied = self.position
         self.position = self.image or START
-        self.dirty, self.open_step, self.steps = False, self._image_open, 0
+        self.dirty, self.open_step, self.steps = False, self._open_at(self.image), 0
         self._skip()
+
+    def loaded(self) -> None:
+        """The image is on the device."""
+        self.open_step = self._open_at(self.image)
 
     def lost_image(self, image: Position | None) -> None:
         """Its newest image is gone; ``image`` is the one that is left."""
+        self._image_open = self._open_at(image)
         self.image = image
         first = image[0] if image is not None else 0
         if any(seq not in self.calls for seq in range(first, self.frontier[0])):
-            self.broken = "its state is lost: the image is gone, and calls that are in no other"
+            lost = "its state is lost: the image is gone, and calls that are in no other"
+            self.broken = self.broken or lost
 
     def adopt(self, position: Position) -> list[Entry]:
         """The device has the state after all, at ``position``; calls that this answers."""
         self.position = position
         self.frontier = max(self.frontier, self.position)
         below = self.image or START
-        self.dirty, self.open_step, self.steps = False, self._image_open, 0
+        self.dirty, self.open_step, self.steps = False, self._open_at(self.image), 0
         if self.image is None and self.position > START:
             self.dirty = True
         for seq in sorted(self.calls):
@@ -161,6 +212,10 @@ class Program:
             if seq >= below[0] and (seq, 0) < self.position and entry.effect:
                 self._changes(entry.call.kind)
         self._skip()
+        return self.unanswered()
+
+    def unanswered(self) -> list[Entry]:
+        """Calls that have taken effect, though nobody has been told."""
         return [
             entry
             for seq, entry in self.calls.items()
@@ -169,10 +224,48 @@ class Program:
 
     def saved(self, progress: Position) -> list[Entry]:
         """A complete image has ``progress``; returns the entries that nobody needs any more."""
+        self._image_open = self._open_at(progress)
         self.image = progress
-        self._image_open = self.open_step
         self.dirty, self.steps = False, 0
-        return [self.calls.pop(seq) for seq in sorted(self.calls) if seq < progress[0]]
+        return self._forget()
+
+    def persisted(self, progress: Position) -> list[Entry]:
+        """A durable image has ``progress``; returns the entries that nobody needs any more."""
+        if not self._tiered or (self.durable is not None and progress <= self.durable):
+            return []
+        self._durable_open = self._open_at(progress)
+        self.durable = progress
+        return self._forget()
+
+    def moved(self, image: Position | None) -> list[Entry]:
+        """Its new home can load ``image``, and nothing else; entries that nobody needs any more."""
+        if image is not None and image > self.frontier:
+            self.frontier = image
+        self.lost_image(image)
+        self.position = image or START
+        if self._tiered:
+            self.durable, self._durable_open = image, bool(self._image_open)
+        return self._forget()
+
+    def _forget(self) -> list[Entry]:
+        return [self.calls.pop(seq) for seq in sorted(self.calls) if seq < self.floor[0]]
+
+    def _open_at(self, at: Position | None) -> bool:
+        """Whether gradients are pending at ``at``."""
+        if at is None:
+            return False
+        if at == self.image and self._image_open is not None:
+            return self._image_open
+        if at == self.position and at != self.image:
+            return self.open_step
+        known = self.durable is not None and self.durable <= at
+        first, is_open = (self.durable or START, self._durable_open) if known else (START, False)
+        for seq in sorted(seq for seq in self.calls if first[0] <= seq <= at[0]):
+            entry = self.calls[seq]
+            ran = entry.effect > 0 and (seq < at[0] or at[1] > 0)
+            if ran and entry.call.kind in WRITES:
+                is_open = entry.call.kind is FunctionKind.FORWARD_BACKWARD
+        return is_open
 
     def cancel(self, entry: Entry) -> bool:
         """Doom a call none of whose parts has begun to count; whether it was possible."""

@@ -63,6 +63,17 @@ class Phase:
         """Waiting calls were cancelled."""
         self.waiting -= count
 
+    def carry(self, other: "Phase", count: int) -> None:
+        """``count`` calls that waited in ``other``, on another WPG, wait here from now on."""
+        if not (self.waiting or self.running or self.in_middle()) and self.last_end_us is None:
+            self.served_us, self.stepped = other.served_us, other.stepped
+            self.last_end_us, self.last_kind = other.last_end_us, other.last_kind
+        self.waited_us = max(self.waited_us, other.waited_us)
+        if count:
+            self.ready_us = min(self.ready_us, other.ready_us) if self.waiting else other.ready_us
+        self.waiting += count
+        other.waiting -= count
+
     def begin(self, at_us: int, estimates: Estimates) -> None:
         """A waiting call runs. One that was long overdue has its due with that."""
         if self.running == 0:

@@ -7,7 +7,9 @@ from plexrl_slurm.core.ids import CauseId, JobId
 from plexrl_slurm.core.lane import Lane, Move, Running, Tenant
 from plexrl_slurm.core.messages import (
     AnyInstruction,
+    Drained,
     FunctionKind,
+    Persist,
     Run,
     SaveImage,
     Switch,
@@ -31,11 +33,16 @@ class Planner:
         out: list[AnyInstruction] = []
         lane.kept_until_us = None
         if lane.up and lane.move is None:
-            if lane.running:
+            if lane.draining:
+                self._drain(lane, cause, out)
+            elif lane.running:
                 self._join(lane, cause, out)
             else:
                 lane.leaving = False
                 self._decide(lane, cause, out)
+        if lane.up:
+            self._copy(lane, cause, out)
+            self._say_drained(lane, cause, out)
         out = [*lane.account(cause), *out]
         if lane.meter is not None:
             for call in lane.calls():
@@ -245,6 +252,51 @@ class Planner:
         lane.move = Move(
             order=order, start_us=lane.now_us, payer=payer, outgoing=tenant, incoming=None
         )
+
+    def _drain(self, lane: Lane, cause: CauseId, out: list[AnyInstruction]) -> None:
+        """Begin nothing; save what is in no image, though a step be open."""
+        resident = lane.resident
+        if (
+            not lane.running
+            and resident is not None
+            and resident.dirty
+            and not resident.gone
+            and resident.retry_us <= lane.now_us
+        ):
+            self._save(lane, resident, resident.last_job, cause, out)
+
+    def _copy(self, lane: Lane, cause: CauseId, out: list[AnyInstruction]) -> None:
+        """Have images copied to the durable tier where that is due."""
+        every = self.books.durable_every
+        for tenant in list(lane.copies.values()):
+            program = tenant.program
+            if tenant.retry_us > lane.now_us:
+                continue
+            del lane.copies[tenant.key]
+            if program is None or program.image is None or tenant.copying:
+                continue
+            if program.wants_copy and (
+                lane.draining
+                or program.durable is None
+                or (every is not None and program.steps_at_risk() >= every)
+            ):
+                tenant.copying = True
+                out.append(
+                    Persist(
+                        deployment=tenant.name, wpg=lane.id, progress=program.image, cause=cause
+                    )
+                )
+
+    @staticmethod
+    def _say_drained(lane: Lane, cause: CauseId, out: list[AnyInstruction]) -> None:
+        if not lane.draining or lane.drained or lane.running or lane.move is not None:
+            return
+        programs = [t.program for t in lane.tenants.values() if t.program is not None]
+        if all(program.safe for program in programs) and not any(
+            tenant.copying for tenant in lane.tenants.values()
+        ):
+            lane.drained = True
+            out.append(Drained(wpg=lane.id, cause=cause))
 
     def _admit(self, lane: Lane, tenant: Tenant, cause: CauseId, out: list[AnyInstruction]) -> None:
         """All waiting samples run together; one more death would fail some: those run alone."""

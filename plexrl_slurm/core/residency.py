@@ -15,7 +15,7 @@ class Residency(StrEnum):
     #: Nowhere: not yet created, or lost before its first image (calls make it anew).
     ABSENT = "absent"
     CREATING = "creating"
-    #: A complete image in the host tier, nothing on the device.
+    #: A complete image that its WPG can load (host or durable tier), nothing on the device.
     HOST = "host"
     LOADING = "loading"
     RESIDENT = "resident"
@@ -65,5 +65,9 @@ class Whereabouts:
         meaning = STEPS.get((self.at, to))
         if meaning is None:
             raise InvalidTransition(self.subject, self.at, to, self.story)
-        line = f"[{cause}] {self.at} -> {to}: {meaning}"
-        return Whereabouts(self.subject, to, (*self.story[1 - STORY_LINES :], line))
+        return self.note(f"{self.at} -> {to}: {meaning}", cause=cause, at=to)
+
+    def note(self, line: str, *, cause: CauseId, at: Residency | None = None) -> "Whereabouts":
+        """One more line of the story."""
+        story = (*self.story[1 - STORY_LINES :], f"[{cause}] {line}")
+        return Whereabouts(self.subject, self.at if at is None else at, story)

@@ -35,7 +35,9 @@ class SchedulerCore:
         durable image has them, and one is made after so many optimizer steps. ``None``: a host
         image is enough.
         """
-        self._books = Books(hold_us=hold_us, max_attempts=max_attempts, costs=costs)
+        self._books = Books(
+            hold_us=hold_us, max_attempts=max_attempts, costs=costs, durable_every=durable_every
+        )
         self._planner = Planner(
             books=self._books, policy=policy, hysteresis=hysteresis, image_every=image_every
         )
@@ -65,9 +67,9 @@ class SchedulerCore:
         return out
 
     def _arm(self, cause: CauseId) -> list[AnyInstruction]:
-        """Ask for a tick at the first end of a hold, unless one comes before that anyway."""
-        lanes = self._books.lanes.values()
-        ends_us = [lane.kept_until_us for lane in lanes if lane.kept_until_us is not None]
+        """Ask for a tick when the first lane wants it, unless one comes before that anyway."""
+        alarms_us = (lane.alarm_us() for lane in self._books.lanes.values())
+        ends_us = [at_us for at_us in alarms_us if at_us is not None]
         if not ends_us or (self._armed_us is not None and self._armed_us <= min(ends_us)):
             return []
         self._armed_us = min(ends_us)
@@ -86,6 +88,11 @@ class SchedulerCore:
     def explain_job(self, job: JobId) -> Sequence[Explanation]:
         """The same for everything of a job that waits or runs."""
         return explain_job(self._planner, job)
+
+    def story(self, deployment: DeploymentId) -> Sequence[str]:
+        """What happened to its state, oldest first: one line a step, and one a move."""
+        home = self._books.homes.get(deployment)
+        return () if home is None else home[1].where.story
 
     def views(self) -> Sequence[WpgView]:
         """What every held WPG does."""

@@ -1,0 +1,211 @@
+"""Facts about homes that change: a WPG is given back, images become durable, deployments move."""
+
+import heapq
+from typing import Final
+
+from plexrl_slurm.core.books import Books
+from plexrl_slurm.core.errors import InvalidTransition
+from plexrl_slurm.core.lane import Lane, Tenant
+from plexrl_slurm.core.messages import (
+    AnyInstruction,
+    DeploymentMoved,
+    Drained,
+    Event,
+    Persisted,
+    WpgDraining,
+    WpgReleased,
+)
+from plexrl_slurm.core.ordering import Position
+from plexrl_slurm.core.residency import Residency, Whereabouts
+
+#: After a copy to the durable tier that failed the next one is tried.
+RETRY_US: Final = 5_000_000
+
+
+# -- WPGs ---------------------------------------------------------------------------------
+
+
+def draining(lane: Lane, event: WpgDraining, out: list[AnyInstruction]) -> None:
+    """Nothing new begins on ``lane``."""
+    if lane.wpg is None:
+        out.append(Drained(wpg=event.wpg, cause=event.cause))
+    elif not lane.draining:
+        lane.draining, lane.drained = True, False
+        lane.owed = lane.kept_until_us = None
+        look_at_copies(lane)
+
+
+def resumed(lane: Lane) -> None:
+    """The drain is off."""
+    lane.draining = lane.drained = False
+
+
+def released(lane: Lane, event: WpgReleased, out: list[AnyInstruction]) -> None:
+    """``lane`` has nothing any more, and drains nothing."""
+    if lane.draining and not lane.drained:
+        out.append(Drained(wpg=lane.id, cause=event.cause))
+    resumed(lane)
+    lane.gone = event.reason or "released"
+    lane.copies = {}
+    for tenant in lane.tenants.values():
+        tenant.copying = False
+
+
+def look_at_copies(lane: Lane) -> None:
+    """See of every deployment whether it needs a durable copy."""
+    lane.copies.update({t.key: t for t in lane.tenants.values() if t.program is not None})
+
+
+# -- images -------------------------------------------------------------------------------
+
+
+def persisted(
+    books: Books, lane: Lane, tenant: Tenant, event: Persisted, out: list[AnyInstruction]
+) -> None:
+    """A copy to the durable tier has ended."""
+    tenant.copying = False
+    if tenant.program is None:
+        return
+    if event.ok:
+        lane.granted(tenant)
+        durable(books, tenant, event.progress, event, out)
+    else:
+        lane.refused(tenant, RETRY_US)
+
+
+def durable(
+    books: Books,
+    tenant: Tenant,
+    progress: Position,
+    event: Event,
+    out: list[AnyInstruction],
+) -> None:
+    """A durable image with ``progress`` exists."""
+    if tenant.program is not None:
+        floor = tenant.program.floor
+        over = tenant.program.persisted(progress)
+        books.forget(tenant, over, floor, event.cause, out)
+
+
+# -- moves --------------------------------------------------------------------------------
+
+
+def moved(books: Books, old: Lane, event: DeploymentMoved, out: list[AnyInstruction]) -> None:
+    """A deployment lives on another WPG from now on."""
+    deployment = event.deployment
+    tenant = books.homes[deployment.id][1]
+    obstacle = _obstacle(old, tenant)
+    if obstacle:
+        story = (f"[{event.cause}] {obstacle}", *tenant.where.story)
+        raise InvalidTransition(f"deployment {deployment.id}", old.id, deployment.wpg, story)
+    new = books.lane(deployment.wpg)
+    new.clamp(old.now_us)
+    if tenant.program is not None:
+        _move_program(books, old, new, tenant, event, out)
+    else:
+        tenant = _move_samples(books, old, new, tenant, event)
+    tenant.moves += 1
+    had = f"image {event.image}" if event.image is not None else "no image"
+    with_what = had if tenant.program is not None else "its weights"
+    line = f"moved from {old.id} to {new.id} with {with_what} (move {tenant.moves})"
+    tenant.where = tenant.where.note(line, cause=event.cause)
+    books.homes[deployment.id] = (new, tenant)
+    if tenant.program is not None:
+        for entry in tenant.program.unanswered():
+            books.finish(entry, ok=True, reason="", cause=event.cause, out=out)
+    books.settle(new, tenant, event.cause, out)
+    old.forget_phases()
+    books.tidy(old)
+    out.extend(new.account(event.cause))
+    books.touch(new)
+
+
+def _obstacle(lane: Lane, tenant: Tenant) -> str:
+    """Why ``tenant`` cannot leave now; "" if it can."""
+    if not lane.up:
+        return ""
+    if any(run.tenant is tenant for run in lane.running.values()):
+        return f"a call of it runs on {lane.id}"
+    if lane.running:
+        return f"{lane.id} still runs calls: it must be drained, down or released"
+    if lane.move is not None:
+        return f"{lane.id} still moves state: it must be drained, down or released"
+    if tenant.dirty:
+        return f"{lane.id} has changes of it that are in no image: it must be drained first"
+    return ""
+
+
+def _move_program(
+    books: Books,
+    old: Lane,
+    new: Lane,
+    tenant: Tenant,
+    event: DeploymentMoved,
+    out: list[AnyInstruction],
+) -> None:
+    program = tenant.program
+    if program is None:
+        return
+    waits = _take_away(old, tenant)
+    tenant.members[event.deployment.id] = event.deployment
+    new.tenants[tenant.key] = tenant
+    if waits:
+        new.waiting[tenant.key] = tenant
+    for key in [key for key in old.phases if key[0] == tenant.key]:
+        new.phases[key] = old.phases.pop(key)
+    floor = program.floor
+    over = program.moved(event.image)
+    tenant.lose(event.cause)
+    tenant.copying, tenant.failures = False, 0
+    new.granted(tenant)
+    books.forget(tenant, over, floor, event.cause, out)
+    for phase in (phase for key, phase in new.phases.items() if key[0] == tenant.key):
+        phase.open_step = program.open_step
+
+
+def _move_samples(
+    books: Books, old: Lane, new: Lane, tenant: Tenant, event: DeploymentMoved
+) -> Tenant:
+    """Of a content, one snapshot moves: with its waiting samples, and their waiting times."""
+    deployment = event.deployment
+    if new is old:
+        tenant.members[deployment.id] = deployment
+        return tenant
+    mine = [e for e in tenant.samples.values() if e.call.deployment == deployment.id]
+    for entry in mine:
+        del tenant.samples[entry.call.id]
+    if not tenant.samples:
+        old.waiting.pop(tenant.key, None)
+    del tenant.members[deployment.id]
+    if not tenant.members:
+        _take_away(old, tenant)
+    there = new.tenants.get(tenant.key)
+    if there is None:
+        there = new.tenants[tenant.key] = Tenant(
+            key=tenant.key,
+            program=None,
+            where=Whereabouts(tenant.key, Residency.HOST, tenant.where.story),
+            last_job=deployment.job,
+            turn=tenant.turn,
+            moves=tenant.moves,
+        )
+    there.members[deployment.id] = deployment
+    there.image_bytes = max(there.image_bytes, deployment.image_bytes)
+    both = heapq.merge(there.samples.values(), mine, key=lambda entry: entry.ready_us)
+    there.samples = {entry.call.id: entry for entry in both}
+    if there.samples:
+        new.waiting[there.key] = there
+    phase = old.phase(tenant, deployment.job)
+    new.phase(there, deployment.job).carry(phase, len(mine))
+    return there
+
+
+def _take_away(lane: Lane, tenant: Tenant) -> bool:
+    """``tenant`` is not on ``lane`` any more; whether a call of it waited there."""
+    del lane.tenants[tenant.key]
+    lane.copies.pop(tenant.key, None)
+    if lane.resident is tenant:
+        lane.resident = lane.kept_until_us = None
+    if lane.owed is tenant:
+        lane.owed = None
+    return lane.waiting.pop(tenant.key, None) is not None
