@@ -118,6 +118,14 @@ class LocalSlurm:
         """Read off the folders."""
         return {job: self._state(self._folder / job) for job in jobs if self._exists(job)}
 
+    def poll(self) -> Mapping[SlurmId, JobStatus]:
+        """Every job folder there is."""
+        try:
+            names = sorted(path.name for path in self._folder.iterdir())
+        except FileNotFoundError:
+            return {}
+        return self.states(SlurmId(name) for name in names)
+
     def _exists(self, job: SlurmId) -> bool:
         return job.isascii() and job.isdigit() and _is_folder(self._folder / job)
 

@@ -239,3 +239,18 @@ def test_a_cancel_before_the_script_has_begun_ends_it(slurm: LocalSlurm, tmp_pat
         slurm.release(number)
         slurm.cancel(number)
         assert end_of(slurm, number).state is SlurmState.CANCELLED
+
+
+def test_poll_gives_every_job_and_nothing_else_that_lies_there(
+    slurm: LocalSlurm, tmp_path: Path
+) -> None:
+    assert slurm.poll() == {}
+    held = slurm.submit(job(tmp_path, "true"), hold=True)
+    ended = slurm.submit(job(tmp_path, "exit 3"), hold=False)
+    end_of(slurm, ended)
+    (tmp_path / "local" / "77").mkdir()
+    (tmp_path / "local" / "notes").touch()
+    assert {number: status.state for number, status in slurm.poll().items()} == {
+        held: SlurmState.PENDING,
+        ended: SlurmState.FAILED,
+    }
