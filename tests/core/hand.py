@@ -1,6 +1,7 @@
 """The core fed by hand: short verbs for events, and a clock that one sets."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from plexrl_slurm.core.costs import SwitchCosts
 from plexrl_slurm.core.ids import CallId, CauseId
@@ -12,9 +13,13 @@ from plexrl_slurm.core.messages import (
     Charge,
     Deployment,
     DeploymentDropped,
+    DeploymentMoved,
     DeploymentPlaced,
+    Drained,
     Finish,
     Forget,
+    Persist,
+    Persisted,
     Run,
     RunEnded,
     SaveImage,
@@ -24,7 +29,10 @@ from plexrl_slurm.core.messages import (
     WakeAt,
     Wpg,
     WpgDown,
+    WpgDraining,
     WpgHeld,
+    WpgReleased,
+    WpgResumed,
     WpgUp,
 )
 from plexrl_slurm.core.policy import find_policy
@@ -35,10 +43,18 @@ SECOND = 1_000_000
 
 
 class Hand:
-    """One core, one WPG, one clock. Every verb returns what followed, charges apart."""
+    """One core, one WPG at a time, one clock. Every verb returns what followed, charges apart."""
 
-    def __init__(self, wpg: Wpg, *, policy: str = "hrrs", image_every: int = 10) -> None:
+    def __init__(
+        self,
+        wpg: Wpg,
+        *,
+        policy: str = "hrrs",
+        image_every: int = 10,
+        durable_every: int | None = None,
+    ) -> None:
         self.wpg, self.now, self.policy, self.image_every = wpg, SECOND, policy, image_every
+        self.durable_every = durable_every
         self.core = self.make_core()
         self.charges: list[Charge] = []
         self.wakes: list[int] = []
@@ -46,13 +62,21 @@ class Hand:
 
     def make_core(self) -> SchedulerCore:
         return SchedulerCore(
-            find_policy(self.policy), costs=SwitchCosts(), image_every=self.image_every
+            find_policy(self.policy),
+            costs=SwitchCosts(),
+            image_every=self.image_every,
+            durable_every=self.durable_every,
         )
 
     def restart(self) -> None:
         """A new core that knows nothing."""
         self.core = self.make_core()
         self.held()
+
+    def at(self, wpg: Wpg) -> "Hand":
+        """The verbs are about ``wpg`` from now on."""
+        self.wpg = wpg
+        return self
 
     def later(self, seconds: float) -> "Hand":
         self.now += int(seconds * SECOND)
@@ -78,8 +102,35 @@ class Hand:
         )
         return self._then(self.core.handle(event))
 
-    def down(self, reason: str = "rank 0 died") -> list[AnyInstruction]:
-        event = WpgDown(wpg=self.wpg.id, reason=reason, at_us=self.now, cause=CAUSE)
+    def down(self, reason: str = "rank 0 died", *, blame: bool = True) -> list[AnyInstruction]:
+        event = WpgDown(wpg=self.wpg.id, reason=reason, blame=blame, at_us=self.now, cause=CAUSE)
+        return self._then(self.core.handle(event))
+
+    def release(self, reason: str = "") -> list[AnyInstruction]:
+        event = WpgReleased(wpg=self.wpg.id, reason=reason, at_us=self.now, cause=CAUSE)
+        return self._then(self.core.handle(event))
+
+    def drain(self) -> list[AnyInstruction]:
+        event = WpgDraining(wpg=self.wpg.id, at_us=self.now, cause=CAUSE)
+        return self._then(self.core.handle(event))
+
+    def resume(self) -> list[AnyInstruction]:
+        event = WpgResumed(wpg=self.wpg.id, at_us=self.now, cause=CAUSE)
+        return self._then(self.core.handle(event))
+
+    def move(
+        self, deployment: Deployment, to: Wpg, *, image: tuple[int, int] | None = None
+    ) -> list[AnyInstruction]:
+        there = replace(deployment, wpg=to.id)
+        event = DeploymentMoved(deployment=there, image=image, at_us=self.now, cause=CAUSE)
+        return self._then(self.core.handle(event))
+
+    def persisted(
+        self, deployment: Deployment, progress: tuple[int, int], *, ok: bool = True
+    ) -> list[AnyInstruction]:
+        event = Persisted(
+            deployment=deployment.id, progress=progress, ok=ok, at_us=self.now, cause=CAUSE
+        )
         return self._then(self.core.handle(event))
 
     def place(
@@ -87,12 +138,20 @@ class Hand:
         *deployments: Deployment,
         image: tuple[int, int] | None = None,
         applied: tuple[int, int] = (0, 0),
-    ) -> None:
+        durable: tuple[int, int] | None = None,
+    ) -> list[AnyInstruction]:
+        out: list[AnyInstruction] = []
         for deployment in deployments:
             event = DeploymentPlaced(
-                deployment=deployment, image=image, applied=applied, at_us=self.now, cause=CAUSE
+                deployment=deployment,
+                image=image,
+                applied=applied,
+                durable=durable,
+                at_us=self.now,
+                cause=CAUSE,
             )
-            self._then(self.core.handle(event))
+            out += self._then(self.core.handle(event))
+        return out
 
     def drop(self, deployment: Deployment) -> list[AnyInstruction]:
         event = DeploymentDropped(deployment=deployment.id, at_us=self.now, cause=CAUSE)
@@ -158,5 +217,9 @@ def _words(orders: list[AnyInstruction]) -> Iterator[str]:
                 yield f"{'finish' if ok else 'fail'} {call}" + (f": {reason}" if reason else "")
             case Forget(deployment=deployment, progress=progress):
                 yield f"forget {deployment} below {progress}"
+            case Persist(deployment=deployment, wpg=wpg, progress=progress):
+                yield f"persist {deployment} at {progress} from {wpg}"
+            case Drained(wpg=wpg):
+                yield f"drained {wpg}"
             case _:
                 yield type(order).__name__

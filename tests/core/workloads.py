@@ -8,6 +8,8 @@ from tests.core.harness import World
 
 TRAIN = Wpg(id=WpgId("train-0"), pool=Pool.TRAIN, gpus=2)
 ROLLOUT = Wpg(id=WpgId("rollout-0"), pool=Pool.ROLLOUT, gpus=3)
+TRAIN_1 = Wpg(id=WpgId("train-1"), pool=Pool.TRAIN, gpus=2)
+ROLLOUT_1 = Wpg(id=WpgId("rollout-1"), pool=Pool.ROLLOUT, gpus=3)
 
 
 def trained(job: int, name: str = "") -> Deployment:
