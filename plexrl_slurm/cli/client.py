@@ -1,16 +1,14 @@
-"""Speak to the daemon: HTTP over its unix socket, foreign errors turned into ours here."""
+"""Speak to the daemon: its routes as methods, its refusals as errors."""
 
 import json
-import socket
 from collections.abc import Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
+from urllib.parse import urlencode
 
-from plexrl_slurm.core.errors import DaemonUnavailable, Denied, NotFound, PlexError
+from plexrl_slurm.cli.contact import Answer, Contact
+from plexrl_slurm.core.errors import NotAdmitted, NotFound, PlexError
 from plexrl_slurm.settings import Site
-
-if TYPE_CHECKING:
-    import httpx
 
 #: Answers come at once, except while the daemon's database is busy.
 TIMEOUT_S = 30.0
@@ -20,9 +18,9 @@ PREFIX = "/plexrl/v1"
 class Refused(PlexError):
     """The daemon refused the request. Carries the exit code of the daemon's own error."""
 
-    def __init__(self, sentence: str, code: int) -> None:
-        super().__init__(sentence, code)
-        self.sentence = sentence
+    def __init__(self, sentence: str, code: int, status: int) -> None:
+        super().__init__(sentence, code, status)
+        self.sentence, self.status = sentence, status
         self.__dict__["exit_code"] = code
 
     def explain(self) -> str:
@@ -30,17 +28,11 @@ class Refused(PlexError):
 
 
 class Client:
-    """The routes of ``/plexrl/v1`` as methods. The daemon knows the caller by the socket's uid."""
+    """The routes of ``/plexrl/v1``. The daemon knows the caller's uid by the socket or by MUNGE."""
 
     def __init__(self, site: Site, *, timeout_s: float = TIMEOUT_S) -> None:
-        import httpx  # the start-up of `plexrl --help` does without
-
         self._site = site
-        self._http = httpx.Client(
-            transport=httpx.HTTPTransport(uds=str(site.socket)),
-            base_url="http://plexrl",
-            timeout=httpx.Timeout(timeout_s, connect=5.0),
-        )
+        self._contact = Contact(site, timeout_s=timeout_s)
 
     def __enter__(self) -> Self:
         return self
@@ -51,7 +43,7 @@ class Client:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._http.close()
+        """Nothing stays open between two requests."""
 
     def health(self) -> dict[str, Any]:
         """``GET healthz``."""
@@ -64,6 +56,21 @@ class Client:
     def bind(self, job_id: int, slurm_id: str) -> None:
         """Tie the queued job to its Slurm job; only then may it start."""
         self._ask("POST", f"{PREFIX}/jobs/{job_id}/bind", {"slurm_id": slurm_id})
+
+    def credentials(self, slurm_id: str) -> dict[str, Any] | None:
+        """As :meth:`submit` answered for this Slurm job of the caller's; ``None``: no such job.
+
+        Raises ``NotAdmitted`` while it waits.
+        """
+        try:
+            return self._object("POST", f"{PREFIX}/slurm-jobs/{slurm_id}/credentials")
+        except Refused as error:
+            if error.status == 404:
+                return None
+            if error.status == 409:
+                known = f"job {slurm_id} is not admitted yet: "
+                raise NotAdmitted(slurm_id, error.sentence.removeprefix(known)) from error
+            raise
 
     def cancel(self, job_id: int, *, reason: str) -> None:
         """End a job and its Slurm job."""
@@ -112,31 +119,9 @@ class Client:
         *,
         params: Mapping[str, str] | None = None,
     ) -> Any:
-        import httpx
-
-        self._knock()
-        try:
-            answer = self._http.request(method, path, json=body, params=params)
-        except httpx.TransportError as error:
-            raise self._unavailable() from error
-        return self._read(answer)
-
-    def _knock(self) -> None:
-        """See whether anybody listens: httpx leaks a socket that it could not connect."""
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as end:
-            end.settimeout(5.0)
-            try:
-                end.connect(str(self._site.socket))
-            except PermissionError as error:
-                raise Denied(
-                    f"you may not open {self._site.socket}: ask the admin of partition "
-                    f"{self._site.partition!r} to admit you"
-                ) from error
-            except OSError as error:
-                raise self._unavailable() from error
-
-    def _unavailable(self) -> DaemonUnavailable:
-        return DaemonUnavailable(self._site.partition, str(self._site.socket))
+        data = b"" if body is None else json.dumps(body).encode()
+        target = f"{path}?{urlencode(params)}" if params else path
+        return self._read(self._contact.ask(method, target, data))
 
     def _object(
         self, method: str, path: str, body: Mapping[str, Any] | None = None
@@ -144,19 +129,20 @@ class Client:
         data = self._ask(method, path, body)
         return data if isinstance(data, dict) else {}
 
-    def _read(self, answer: "httpx.Response") -> Any:
+    def _read(self, answer: Answer) -> Any:
         try:
-            data = json.loads(answer.content)
+            data = json.loads(answer.body)
         except ValueError:
             data = None
-        if answer.is_success and data is not None:
+        if 200 <= answer.status < 300 and data is not None:
             return data
         if isinstance(data, dict) and isinstance(data.get("error"), str):
-            raise Refused(data["error"], int(data.get("exit_code", 1)))
+            raise Refused(data["error"], int(data.get("exit_code", 1)), answer.status)
         raise Refused(
-            f"{self._site.socket} answered {answer.status_code} without an explanation: see "
+            f"{answer.where} answered {answer.status} without an explanation: see "
             f"{self._site.state_dir / 'partitiond.log'}, or ask your admin",
             70,
+            answer.status,
         )
 
 
