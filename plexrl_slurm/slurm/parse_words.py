@@ -37,9 +37,9 @@ def _host(pattern: str) -> Iterator[str]:
         yield before
         return
     inside, _, after = rest.partition("]")
-    numbers = list(_ranges(inside))
-    for tail in _host(after):
-        for number in numbers:
+    tails = list(_host(after))
+    for number in _ranges(inside):
+        for tail in tails:
             yield f"{before}{number}{tail}"
 
 
