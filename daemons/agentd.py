@@ -7,7 +7,6 @@ script; exits 0 only when it is told that the hold is given back.
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import shutil
@@ -15,7 +14,6 @@ import signal
 import sys
 import tempfile
 from collections.abc import Coroutine
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,29 +23,18 @@ import zmq.asyncio
 
 from plexrl_slurm import logs
 from plexrl_slurm.clock import now_us
+from plexrl_slurm.core.errors import PlexError
+from plexrl_slurm.daemons.agent_config import AgentConfig, visible_gpus
 from plexrl_slurm.daemons.gang import Gang, GangLost
+from plexrl_slurm.daemons.host_tier import HostTier, tidy_siblings
 from plexrl_slurm.engines import ranklink
 from plexrl_slurm.logs import say
-from plexrl_slurm.memory.images import ImageStore
 from plexrl_slurm.transport import messages as tm
 from plexrl_slurm.transport.links import AgentLink
 
 log = logging.getLogger(__name__)
 
 BEAT_S = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentConfig:
-    """What the hold's script tells an agent (JSON)."""
-
-    agent: str
-    hold: str
-    node: str
-    endpoint: str
-    state_dir: str
-    #: Folder on a tmpfs for images and snapshots of this partition.
-    host_dir: str
 
 
 class Agent:
@@ -58,7 +45,6 @@ class Agent:
         self._epoch = now_us()
         self._daemon_epoch = 0
         self._gangs: dict[str, Gang] = {}
-        self._stores: dict[str, ImageStore] = {}
         self._resident: dict[str, str] = {}
         #: What has taken effect on the resident of each training WPG.
         self._progress: dict[str, tuple[int, int]] = {}
@@ -74,15 +60,13 @@ class Agent:
         #: The hold is given back, and the host tier with it.
         self._clear_host = False
         self._problem: BaseException | None = None
-        #: Dropped while something was under way that may yet write them.
-        self._dropped: set[str] = set()
-        #: Snapshots that are being written.
-        self._publishing: set[str] = set()
-        self._host = Path(config.host_dir)
-        self._snapshots = self._host / "snapshots"
-        self._snapshots.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for torn in self._snapshots.glob(".*.part"):
-            torn.unlink(missing_ok=True)
+        #: GPUs that Slurm gave this node's agent; ``None``: it said nothing about GPUs.
+        self._gpus = visible_gpus(os.environ)
+        self._tier = HostTier(
+            Path(config.host_dir),
+            snapshots=Path(config.snapshots_dir) if config.snapshots_dir else None,
+            writer=f"{config.agent}.{self._epoch}",
+        )
         self._private = Path(tempfile.mkdtemp(prefix="plexrl-agent-"))
         self._context = zmq.asyncio.Context()
         self._ranks = self._context.socket(zmq.ROUTER)
@@ -95,6 +79,11 @@ class Agent:
 
     async def run(self) -> None:
         """Serve until told that the hold is given back."""
+        await self._tier.own()
+        if self._config.snapshots_dir:  # a node of Slurm's: its folder lies beside earlier holds'
+            tidy_siblings(
+                Path(self._config.host_dir), say=lambda folder: say(log, "left_over", folder=folder)
+            )
         loops: list[asyncio.Task[Any]] = [
             asyncio.create_task(coroutine)
             for coroutine in (self._hear_daemon(), self._hear_ranks(), self._beat())
@@ -109,7 +98,7 @@ class Agent:
         self._ranks.close()
         shutil.rmtree(self._private, ignore_errors=True)
         if self._clear_host:
-            shutil.rmtree(self._host, ignore_errors=True)
+            self._tier.clear()
         for task in done - {stop}:
             task.result()
         if self._problem is not None:
@@ -143,14 +132,17 @@ class Agent:
                     if self._may_run(command):
                         self._running[command.id] = (command.wpg, command.call, command.part)
                         if command.publish:
-                            self._publishing.add(command.publish)
+                            self._tier.publishing(command.publish)
                         self._spawn(self._run(command))
                 case tm.AbortOrder():
                     for order, (wpg, call, _) in list(self._running.items()):
                         if (wpg, call) == (command.wpg, command.call):
                             await self._gangs[wpg].abort(order)
+                case tm.PersistOrder():
+                    self._spawn(self._persist(command))
                 case tm.DropOrder():
-                    self._drop(command)
+                    self._tier.drop(command)
+                    self._tidy()
                 case tm.StopOrder():
                     self._clear_host = not command.keep_host
                     self._stop.set()
@@ -174,14 +166,17 @@ class Agent:
             self._moving -= 1
             if self._moving == 0:
                 self._still.set()
-            self._drop_again()
+            self._tidy()
+
+    def _tidy(self) -> None:
+        self._tier.drop_again(quiet=self._moving == 0)
 
     async def _say_hello(self) -> None:
         await self._still.wait()
         finished = [
             report
             for report in self._unacknowledged.values()
-            if isinstance(report, tm.Done) and report.what == "run"
+            if isinstance(report, tm.Done) and report.what in ("run", "persist")
         ]
         # The state of the WPGs and the images, below, say what the other reports said.
         self._unacknowledged = {report.number: report for report in finished}
@@ -195,6 +190,7 @@ class Agent:
                 agent=self._config.agent,
                 hold=self._config.hold,
                 node=self._config.node,
+                component=self._config.component,
                 epoch=self._epoch,
                 pid=os.getpid(),
                 wpgs=[
@@ -209,34 +205,19 @@ class Agent:
                     )
                     for name, gang in self._gangs.items()
                 ],
-                images=[
-                    tm.ImageHeld(
-                        wpg=name,
-                        deployment=held.deployment,
-                        progress=held.progress,
-                        bytes=held.bytes,
-                    )
-                    for name, store in self._all_stores().items()
-                    for held in store.held()
-                ],
-                snapshots=[path.stem for path in self._snapshots.glob("*.safetensors")],
+                images=self._tier.images(),
+                snapshots=self._tier.snapshot_names(),
+                gpus=self._gpus,
                 finished=finished,
             )
         )
 
-    def _all_stores(self) -> dict[str, ImageStore]:
-        """Stores of running WPGs, and what an earlier agent left for WPGs not started yet."""
-        for folder in sorted(self._host.glob("images/*/world-*")):
-            name = folder.parent.name
-            if name not in self._stores:
-                world = int(folder.name.removeprefix("world-"))
-                self._stores[name] = ImageStore(folder, world=world)
-        return self._stores
-
     def _welcome(self, welcome: tm.Welcome) -> None:
-        self._all_stores()
         for config in welcome.wpgs:
             if config.name in self._gangs:
+                continue
+            devices = self._devices(config)
+            if devices is None:
                 continue
             gang = Gang(
                 config,
@@ -245,40 +226,39 @@ class Agent:
                 folder=Path(self._config.state_dir) / "ranks",
                 send=self._send_rank,
                 changed=self._gang_changed,
+                devices=devices,
             )
             self._gangs[config.name] = gang
             if gang.trains:
-                folder = self._host / "images" / config.name / f"world-{config.world}"
-                self._stores[config.name] = ImageStore(folder, world=config.world)
+                self._tier.store(config.name, config.world)
             gang.start()
-        for store in self._stores.values():
-            store.keep_only(welcome.deployments)
-        wanted = set(welcome.snapshots)
-        for path in self._snapshots.glob("*.safetensors"):
-            if path.stem not in wanted:
-                path.unlink(missing_ok=True)
+        self._tier.keep_only(deployments=welcome.deployments, snapshots=welcome.snapshots)
 
-    def _drop(self, order: tm.DropOrder) -> None:
-        self._dropped.update(order.deployments, order.snapshots)
-        for deployment in order.deployments:
-            for store in self._stores.values():
-                store.drop(deployment)
-        for snapshot in order.snapshots:
-            self._delete_snapshot(snapshot)
-        self._drop_again()
-
-    def _delete_snapshot(self, snapshot: str) -> None:
-        path = self._snapshots / f"{snapshot}.safetensors"
-        path.unlink(missing_ok=True)
-        path.with_name(f".{path.name}.part").unlink(missing_ok=True)
-
-    def _drop_again(self) -> None:
-        """What was under way when it was dropped may have been written since."""
-        for store in self._stores.values():
-            for held in [held for held in store.held() if held.deployment in self._dropped]:
-                store.drop(held.deployment)
-        if self._moving == 0 and not self._publishing:
-            self._dropped.clear()
+    def _devices(self, config: tm.WpgConfig) -> str | None:
+        """CUDA_VISIBLE_DEVICES of a WPG, "" to leave it alone; ``None`` if they are not there."""
+        if self._gpus is None or not config.devices:
+            return ""
+        if max(config.devices) < len(self._gpus):
+            return ",".join(self._gpus[device] for device in config.devices)
+        reason = (
+            f"Slurm gave node {self._config.node} {len(self._gpus)} GPUs and its WPGs need "
+            f"{max(config.devices) + 1}: correct gpus_per_node of the hold, or Slurm's gres.conf"
+        )
+        say(log, "gpus_missing", wpg=config.name, reason=reason)
+        self._spawn(
+            self._report(
+                tm.WpgChanged(
+                    number=self._next_number(),
+                    name=config.name,
+                    state="down",
+                    reason=reason,
+                    incarnation=0,
+                    pids=[],
+                    at_us=now_us(),
+                )
+            )
+        )
+        return None
 
     async def _report(self, report: tm.Done | tm.WpgChanged) -> None:
         self._unacknowledged[report.number] = report
@@ -301,7 +281,7 @@ class Agent:
     # -- orders ------------------------------------------------------------------------------
     async def _run(self, order: tm.RunOrder) -> None:
         gang = self._gangs[order.wpg]
-        path = str(self._snapshots / f"{order.publish}.safetensors") if order.publish else ""
+        path = str(self._tier.snapshot(order.publish)) if order.publish else ""
         if gang.trains and self._resident.get(order.wpg) != order.deployment:
             # It is created in the resident's place, of which nothing is certain from now on.
             self._resident.pop(order.wpg, None)
@@ -314,16 +294,11 @@ class Agent:
             self._running.pop(order.id, None)
             return
         finally:
-            self._published(order.publish)
+            self._tier.published(order.publish)
+            self._tidy()
         if gang.trains:
             self._took_effect(order, ok=all(answer.ok for answer in answers))
         await self._report(self._done(order.id, order.wpg, "run", answers, order.call, order.part))
-
-    def _published(self, snapshot: str) -> None:
-        if snapshot in self._dropped:
-            self._delete_snapshot(snapshot)
-        self._publishing.discard(snapshot)
-        self._drop_again()
 
     def _took_effect(self, order: tm.RunOrder, *, ok: bool) -> None:
         """Note how far the device's state is; a failed call is passed without an effect."""
@@ -337,7 +312,7 @@ class Agent:
     async def _switch(self, order: tm.SwitchOrder) -> None:
         gang = self._gangs[order.wpg]
         if not gang.trains:
-            path = order.snapshot_path or str(self._snapshots / f"{order.incoming}.safetensors")
+            path = order.snapshot_path or str(self._tier.snapshot(order.incoming))
             operation = ranklink.Load(incoming=order.incoming, load_path=path, model=order.model)
             with contextlib.suppress(GangLost):
                 answers = await gang.order(order.id, [operation])
@@ -347,10 +322,15 @@ class Agent:
                     self._resident.pop(order.wpg, None)
                 await self._report(self._done(order.id, order.wpg, "switch", answers))
             return
-        store = self._stores[order.wpg]
-        held = store.find(order.incoming)
+        store = self._tier.store(order.wpg)
+        self._tier.returns(order.incoming)
+        held, error = None, f"no image of {order.incoming}"
+        try:
+            held = await self._tier.fetch(order)
+        except PlexError as problem:
+            error = str(problem)
         if held is None:
-            answer = ranklink.Answer(order.id, False, error=f"no image of {order.incoming}")
+            answer = ranklink.Answer(order.id, False, error=error)
             await self._report(self._done(order.id, order.wpg, "switch", [answer]))
             return
         slot = store.begin() if order.outgoing else None
@@ -385,7 +365,7 @@ class Agent:
         await self._report(self._done(order.id, order.wpg, "switch", answers))
 
     async def _save(self, order: tm.SaveOrder) -> None:
-        gang, store = self._gangs[order.wpg], self._stores[order.wpg]
+        gang, store = self._gangs[order.wpg], self._tier.store(order.wpg)
         slot = store.begin()
         operations: list[ranklink.Operation] = [
             ranklink.Save(order.deployment, str(path), order.progress) for path in store.paths(slot)
@@ -400,6 +380,27 @@ class Agent:
         else:
             store.abandon(slot)
         await self._report(self._done(order.id, order.wpg, "save", answers))
+
+    async def _persist(self, order: tm.PersistOrder) -> None:
+        progress, ok, error, size = (0, 0), True, "", 0
+        try:
+            held = await self._tier.persist(order)
+            progress, size = held.progress, held.bytes
+        except (PlexError, KeyError, OSError) as problem:
+            ok, error = False, str(problem)
+        await self._report(
+            tm.Done(
+                number=self._next_number(),
+                wpg=order.wpg,
+                order=order.id,
+                what="persist",
+                ok=ok,
+                deployment=order.deployment,
+                progress=progress,
+                error=error,
+                moved_bytes=size,
+            )
+        )
 
     def _done(
         self,
@@ -490,8 +491,7 @@ async def serve(config: AgentConfig) -> None:
 def main() -> None:
     """``plexrl-agentd CONFIG.json``."""
     logs.set_up()
-    config = AgentConfig(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
-    uvloop.run(serve(config))
+    uvloop.run(serve(AgentConfig.read(Path(sys.argv[1]))))
 
 
 if __name__ == "__main__":

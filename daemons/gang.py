@@ -54,14 +54,16 @@ class Gang:
         folder: Path,
         send: Callable[[bytes, bytes], Awaitable[None]],
         changed: Callable[["Gang", str], None],
+        devices: str = "",
     ) -> None:
+        """``devices``: CUDA_VISIBLE_DEVICES of its ranks; "": as the agent's."""
         self.config = config
         #: ``starting``, ``up`` or ``down``.
         self.state = "down"
         self.incarnation = 0
         self.pids: list[int] = []
         self._models, self._endpoint, self._folder = models, endpoint, folder
-        self._send, self._changed = send, changed
+        self._send, self._changed, self._devices = send, changed, devices
         self._processes: list[asyncio.subprocess.Process] = []
         self._up: set[int] = set()
         self._open: dict[str, _Open] = {}
@@ -213,6 +215,8 @@ class Gang:
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }
+        if self._devices:
+            environment["CUDA_VISIBLE_DEVICES"] = self._devices
         for rank in range(self.processes):
             spec = {
                 "wpg": self.config.name,

@@ -18,7 +18,7 @@ from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.errors import SlurmRejected
 from plexrl_slurm.core.ids import CauseId, SlurmId, WpgId
 from plexrl_slurm.core.messages import Activity, Charge, Wpg
-from plexrl_slurm.daemons.agentd import AgentConfig
+from plexrl_slurm.daemons.agent_config import AgentConfig
 from plexrl_slurm.db import holds, ledger
 from plexrl_slurm.db.models import HoldRow, HoldState
 from plexrl_slurm.db.store import Store
@@ -166,7 +166,8 @@ def _open(
         epoch=str(epoch),
         now_us=now,
     )
-    holds.hold_wpgs(session, hold_id, wpgs.values(), now_us=now)
+    stays = [holds.Stay(wpg=wpg, held_us=now) for wpg in wpgs.values()]
+    holds.hold_wpgs(session, hold_id, stays)
     holds.set_hold_state(session, hold_id, HoldState.UP)
 
 

@@ -200,11 +200,13 @@ class PartitionService(SamplingCalls):
         self._parts.wake_intake.set()
         return {"job_id": job_id, "slurm_id": slurm_id}
 
-    async def cancel_job(self, who: Principal, job_id: JobId, *, reason: str) -> dict[str, Any]:
+    async def cancel_job(
+        self, who: Principal, job_id: JobId, *, reason: str, keep_slurm_job: bool = False
+    ) -> dict[str, Any]:
         row = await self._owned(who, job_id)
         if row.state in ENDED:
             return {"job_id": job_id, "state": str(row.state)}
-        if row.slurm_id is not None:
+        if row.slurm_id is not None and not keep_slurm_job:
             await self.cancel_in_slurm(SlurmId(row.slurm_id))
         why = reason or f"cancelled by {who.user}"
         await self.end_job(job_id, state=JobState.CANCELLED, reason=why, exit_code=None)

@@ -1,6 +1,7 @@
 """Holds and their WPGs: whose GPUs are kept, since when, until when."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from sqlalchemy import insert, select, update
 from sqlalchemy.orm import Session
@@ -129,20 +130,32 @@ def live_holds(session: Session, partition: str) -> list[HoldRow]:
     return list(session.scalars(fresh.execution_options(populate_existing=True)))
 
 
-def hold_wpgs(
-    session: Session, hold_id: str, wpgs: Iterable[Wpg], *, now_us: int, node: str = ""
-) -> None:
-    """Begin the stay of WPGs: their books start at ``now_us``."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stay:
+    """A WPG that a hold has from now on."""
+
+    wpg: Wpg
+    held_us: int
+    component: int = 0
+    node: str = "localhost"
+    #: "": as the WPG itself.
+    slot: str = ""
+
+
+def hold_wpgs(session: Session, hold_id: str, stays: Iterable[Stay]) -> None:
+    """Begin the stay of WPGs: their books start at ``held_us``."""
     rows = [
         {
             "hold_id": hold_id,
-            "name": wpg.id,
-            "pool": wpg.pool,
-            "gpus": wpg.gpus,
-            "node": node,
-            "held_us": now_us,
+            "name": stay.wpg.id,
+            "pool": stay.wpg.pool,
+            "gpus": stay.wpg.gpus,
+            "component": stay.component,
+            "node": stay.node,
+            "slot": stay.slot or stay.wpg.id,
+            "held_us": stay.held_us,
         }
-        for wpg in wpgs
+        for stay in stays
     ]
     if rows:
         session.execute(insert(WPGS), rows)

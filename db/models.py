@@ -381,8 +381,11 @@ class WpgRow(Base):
     name: Mapped[str]
     pool: Mapped[Pool]
     gpus: Mapped[int]
-    #: Where it lives; "" on a machine without Slurm.
+    #: Where it lives: a component of the hold and a node of it.
+    component: Mapped[int]
     node: Mapped[str]
+    #: Which of the WPGs that every hold has it is: ``train-0``, ...
+    slot: Mapped[str]
     held_us: Mapped[int]
     released_us: Mapped[int | None]
 

@@ -63,10 +63,14 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     pid: int
     wpgs: list[WpgHeld]
     images: list[ImageHeld]
-    #: Snapshot ids in the host tier.
+    #: Snapshot ids in its folder of snapshots.
     snapshots: list[str]
     #: Runs that ended and were never acknowledged, oldest first.
     finished: list["Done"]
+    #: GPUs that Slurm gave it, as CUDA_VISIBLE_DEVICES has them; ``None``: not set.
+    gpus: list[str] | None = None
+    #: Component of the hold that the node belongs to; a node may be in two of them.
+    component: int = 0
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
@@ -176,6 +180,10 @@ class PersistOrder(msgspec.Struct, frozen=True, tag="persist"):
     id: str
     wpg: str
     deployment: str
+    #: The durable tier.
+    folder: str
+    #: Progress of the newest durable image that is written down; older ones may go.
+    known: tuple[int, int] | None = None
 
 
 class RunOrder(msgspec.Struct, frozen=True, tag="run"):

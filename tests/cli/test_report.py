@@ -35,7 +35,7 @@ def database(home: Path) -> Path:
             now_us=T0,
         )
         wpg = Wpg(id=TRAIN, pool=Pool.TRAIN, gpus=1)
-        holds.hold_wpgs(session, "h1", [wpg], now_us=T0)
+        holds.hold_wpgs(session, "h1", [holds.Stay(wpg=wpg, held_us=T0)])
         charge = Charge(
             wpg=TRAIN,
             activity=Activity.IDLE,

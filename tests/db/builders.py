@@ -141,7 +141,7 @@ def add_hold(
     )
     pools = {TRAIN: Pool.TRAIN, ROLLOUT: Pool.ROLLOUT}
     held = [Wpg(id=wpg, pool=pools[wpg], gpus=gpus) for wpg in wpgs]
-    holds.hold_wpgs(session, HOLD, held, now_us=now_us)
+    holds.hold_wpgs(session, HOLD, [holds.Stay(wpg=wpg, held_us=now_us) for wpg in held])
 
 
 def charge(

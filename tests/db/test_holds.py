@@ -41,8 +41,9 @@ def test_holds_are_numbered_and_no_number_comes_back(session: Session) -> None:
 def test_a_hold_that_slurm_requeues_waits_and_has_no_wpgs(session: Session) -> None:
     name = open_one(session)
     holds.hold_runs(session, name, since_us=20)
-    holds.hold_wpgs(session, name, [TRAIN], now_us=20, node="n1")
-    assert [(row.name, row.node) for row in holds.held_wpgs(session, name)] == [("train-0", "n1")]
+    holds.hold_wpgs(session, name, [holds.Stay(wpg=TRAIN, held_us=20, node="n1")])
+    (stay,) = holds.held_wpgs(session, name)
+    assert (stay.name, stay.node, stay.slot, stay.held_us) == ("train-0", "n1", "train-0", 20)
     holds.hold_waits(session, name, reason="preempted", now_us=30)
     row = holds.get_hold(session, name)
     assert (row.state, row.running_us, row.reason) == (HoldState.WAITING, None, "preempted")

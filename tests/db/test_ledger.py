@@ -94,7 +94,7 @@ def test_time_between_two_stays_belongs_to_nobody(session: Session) -> None:
     charge(session, 100, 150)
     holds.release_wpg(session, HOLD, TRAIN, now_us=150)
     wpg = Wpg(id=TRAIN, pool=Pool.TRAIN, gpus=2)
-    holds.hold_wpgs(session, HOLD, [wpg], now_us=200)
+    holds.hold_wpgs(session, HOLD, [holds.Stay(wpg=wpg, held_us=200)])
     assert ledger.last_stop(session, HOLD) == {TRAIN: 200}
     charge(session, 200, 210)
     assert flaws(session) == []

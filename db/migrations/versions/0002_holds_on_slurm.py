@@ -28,7 +28,11 @@ def upgrade() -> None:
     op.add_column(
         "holds", sa.Column("draining", sa.Boolean(), nullable=False, server_default=_FALSE)
     )
-    op.add_column("wpgs", sa.Column("node", sa.String(), nullable=False, server_default=""))
+    for name in ("node", "slot"):
+        op.add_column("wpgs", sa.Column(name, sa.String(), nullable=False, server_default=""))
+    number = sa.Column("component", sa.BigInteger(), nullable=False, server_default="0")
+    op.add_column("wpgs", number)
+    op.execute("UPDATE wpgs SET slot = name, node = 'localhost'")
     op.create_table(
         "node_faults",
         sa.Column("id", _key(), nullable=False),
@@ -67,7 +71,8 @@ def downgrade() -> None:
     op.drop_table("partitions")
     op.drop_table("slurm_usage")
     op.drop_table("node_faults")
-    op.drop_column("wpgs", "node")
+    for name in ("component", "slot", "node"):
+        op.drop_column("wpgs", name)
     for name in ("draining", "reason", "replaces", "running_us"):
         op.drop_column("holds", name)
     for name in ("applied_part", "applied_seq"):

@@ -1,0 +1,46 @@
+"""What an agent is told at its start, by the hold's script and by Slurm."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentConfig:
+    """What the hold's script tells an agent (JSON)."""
+
+    agent: str
+    hold: str
+    node: str
+    endpoint: str
+    state_dir: str
+    #: Folder on a tmpfs for images and snapshots of this partition.
+    host_dir: str
+    #: Folder for snapshots that all agents share; "": each has its own, on its tmpfs.
+    snapshots_dir: str = ""
+    #: Component of the hold that the node belongs to.
+    component: int = 0
+
+    @classmethod
+    def read(cls, path: Path) -> "AgentConfig":
+        """The file; where it names no node, Slurm's word for this one, which has its own folder."""
+        config = cls(**json.loads(path.read_text(encoding="utf-8")))
+        if config.node:
+            return config
+        node, component = os.environ["SLURMD_NODENAME"], int(os.environ["PLEXRL_COMPONENT"])
+        return replace(
+            config,
+            node=node,
+            component=component,
+            agent=f"{config.hold}.{component}.{node}",
+            host_dir=str(Path(config.host_dir) / node / f"{config.hold}.{component}"),
+        )
+
+
+def visible_gpus(environment: Mapping[str, str]) -> list[str] | None:
+    """What Slurm put into CUDA_VISIBLE_DEVICES; ``None`` without Slurm's GPUs."""
+    if "SLURM_JOB_ID" not in environment or "CUDA_VISIBLE_DEVICES" not in environment:
+        return None
+    return [each for each in environment["CUDA_VISIBLE_DEVICES"].split(",") if each]
