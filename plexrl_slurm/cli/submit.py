@@ -8,7 +8,7 @@ from typing import Any
 
 from plexrl_slurm.cli.app import note
 from plexrl_slurm.cli.client import Client
-from plexrl_slurm.core.errors import PlexError
+from plexrl_slurm.core.errors import PlexError, UnknownModel
 from plexrl_slurm.core.ids import SlurmId
 from plexrl_slurm.settings import Site
 from plexrl_slurm.slurm.port import BatchJob, SlurmPort
@@ -105,6 +105,18 @@ def _undo(
         client.cancel(job_id, reason=reason)
     except PlexError as error:
         note(f"queue row {job_id} could not be taken back ({error}); the daemon will drop it")
+
+
+def check_models(client: Client, site: Site, models: Sequence[str], *, shown: str) -> None:
+    """Say that a submission would be fine; raises ``UnknownModel``."""
+    offered = tuple(str(model["name"]) for model in client.nodes()["models"])
+    for name in models:
+        if name not in offered:
+            raise UnknownModel(name, offered)
+    note(
+        f"{shown} is fine for partition {site.partition} "
+        f"(models: {shown_names(models)}); nothing was submitted"
+    )
 
 
 def environment_for(export: str, current: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -1,57 +1,42 @@
 """Read ``#SBATCH`` and ``#PLEXRL`` lines: bytes in, a validated value out.
 
-Slurm's own rules: only the comment head of a script counts, the first command ends it. An
-``#SBATCH`` option that is not ours to interpret is passed on; a ``#PLEXRL`` one must be known.
+Slurm's own rules: only the comment head of a script counts, the first command ends it; a word may
+be quoted, a backslash takes the next character as it is, ``#`` begins a comment. What an
+``#SBATCH`` option means is Slurm's business; a ``#PLEXRL`` one must be known.
 """
 
-import difflib
 import re
-import shlex
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from plexrl_slurm.core.errors import BadScript
+from plexrl_slurm.core.errors import BadInput, BadScript
+from plexrl_slurm.slurm.sbatch_options import (
+    Option,
+    Takes,
+    changes,
+    last_value,
+    respelled,
+    scan,
+    without_gpus,
+)
 
 #: Options of ours on ``#PLEXRL`` lines.
 PLEXRL_OPTIONS: Final = ("model", "seed", "priority", "max-slowdown")
-#: ``#SBATCH`` options that we interpret, by Slurm's short name.
-_SHORT: Final[Mapping[str, str]] = {
-    "J": "job-name",
-    "p": "partition",
-    "A": "account",
-    "o": "output",
-    "e": "error",
-    "D": "chdir",
-    "t": "time",
-    "G": "gpus",
-    "a": "array",
-}
-_INTERPRETED: Final = frozenset(
+#: Options that ``plexrl sbatch`` carries out itself where there is no Slurm.
+INTERPRETED: Final = frozenset(
     {"job-name", "partition", "account", "output", "error", "chdir", "time"}
 )
-_GPU_OPTIONS: Final = re.compile(
-    r"gpus(-per-(node|task|socket))?|gpu-bind|gpu-freq|(cpus|mem|ntasks)-per-gpu"
-)
-_GPU_RESOURCE: Final = re.compile(r"(gres/)?gpu(:|=|$)")
+#: A job of several components begins another one with this word.
+HETJOB: Final = frozenset({"hetjob", "packjob"})
+_MAGIC: Final = "#SBATCH"
 _TIME_FORMS: Final = (
     "minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes "
     "or days-hours:minutes:seconds"
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
-    """One ``#SBATCH`` option as the script gives it."""
-
-    line: int
-    #: Long name where we know it, else as written: ``mem``, ``c``.
-    name: str
-    #: ``None`` for a flag.
-    value: str | None
-    #: As written, for passing on.
-    words: tuple[str, ...]
+_NOT_HERE: Final = "is not possible here: submit one job for each element"
+_CODEC: Final = ("utf-8", "surrogateescape")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,48 +44,126 @@ class ScriptHead:
     """What a batch script asks for."""
 
     path: str
-    #: Interpreter line without ``#!``.
-    interpreter: str
-    #: The script to run: as given, its GPU requests commented out (line numbers stay).
+    #: The script as it was given.
     text: str
-    #: The options that we interpret; the last of a repeated one counts, as with sbatch.
-    sbatch: Mapping[str, str] = field(default_factory=dict)
-    #: The other options, in order.
-    passed_on: tuple[Option, ...] = ()
-    #: GPU requests that were taken out: the service provides the GPUs.
-    gpus: tuple[Option, ...] = ()
+    #: ``#SBATCH`` options in order, up to a word that is none.
+    options: tuple[Option, ...] = ()
+    #: Line, begin and end of every ``#SBATCH`` word.
+    places: tuple[tuple[int, int, int], ...] = ()
+    #: The word at which Slurm would stop reading, and its line.
+    stray: tuple[str, int] | None = None
+    #: Line of ``#SBATCH hetjob``.
+    hetjob: int | None = None
     models: tuple[str, ...] = ()
     seed: int | None = None
     priority: int | None = None
     max_slowdown: float | None = None
 
+    @property
+    def gpus(self) -> tuple[Option, ...]:
+        """Requests for GPUs, which the service provides."""
+        return tuple(each for each in self.options if without_gpus(each.name, each.value)[0])
+
+    def value(self, name: str) -> str | None:
+        """Value of an ``#SBATCH`` option; the last one counts, as with sbatch."""
+        return last_value(self.options, name)
+
+    def has(self, name: str) -> bool:
+        """Whether the script gives the ``#SBATCH`` option."""
+        return any(option.name == name for option in self.options)
+
+    def line(self, option: Option) -> int:
+        """Where an option stands."""
+        return self.places[option.first][0]
+
+    def without(self, *names: str) -> str:
+        """The script without GPU requests and without the options ``names``; its lines stay."""
+
+        def change(option: Option) -> tuple[str, ...]:
+            if option.name in names:
+                return ()
+            asked, rest = without_gpus(option.name, option.value)
+            if not asked:
+                return option.words
+            return () if rest is None else respelled(option, rest)
+
+        found = changes(self.options, change)
+        if not found:
+            return self.text
+        lines = self.text.split("\n")
+        left = {line: 0 for line, _, _ in self.places}
+        for line, _, _ in self.places:
+            left[line] += 1
+        for (first, last), words in sorted(found.items(), reverse=True):
+            for index in range(last, first - 1, -1):
+                number, begin, end = self.places[index]
+                put = " ".join(map(quoted, words)) if index == first else ""
+                text = lines[number - 1]
+                kept = text[:begin] if put else text[:begin].rstrip()
+                lines[number - 1] = kept + put + text[end:]
+                left[number] -= not put
+        originals = self.text.split("\n")
+        for number, count in left.items():
+            if count == 0:
+                lines[number - 1] = f"#{originals[number - 1]}"
+        return "\n".join(lines)
+
 
 def read(path: str) -> ScriptHead:
     """Read and validate the script at ``path``; raises ``BadScript``."""
+    return parse(load(path), path)
+
+
+def load(path: str) -> bytes:
+    """The script at ``path``; raises ``BadScript``."""
     try:
-        data = Path(path).read_bytes()
+        return Path(path).read_bytes()
     except FileNotFoundError:
         sentence = "no such file: check the path, or use --wrap for a command"
     except IsADirectoryError:
         sentence = "this is a folder: name a script"
     except OSError as error:
         sentence = f"it cannot be read ({error.strerror}): check the path and its permissions"
-    else:
-        return parse(data, path)
     raise BadScript(path, None, sentence)
+
+
+def check_without_slurm(head: ScriptHead) -> None:
+    """Refuse what only Slurm can do, and what it would refuse; raises ``BadScript``."""
+    try:
+        head.text.encode()
+    except UnicodeEncodeError as error:
+        at = head.text.count("\n", 0, error.start) + 1
+        raise BadScript(head.path, at, "batch script is not UTF-8 text: save it as UTF-8") from None
+    if head.hetjob is not None:
+        raise BadScript(head.path, head.hetjob, f"hetjob {_NOT_HERE}")
+    for option in head.options:
+        line = head.line(option)
+        if option.name == "array":
+            raise BadScript(head.path, line, f"--array {_NOT_HERE}")
+        if option.name in INTERPRETED and not option.value:
+            raise BadScript(head.path, line, f"--{option.name} needs a value")
+        if option.name == "time":
+            try:
+                parse_time(option.value or "")
+            except ValueError as error:
+                raise BadScript(head.path, line, str(error)) from None
+    if head.stray is not None:
+        word, line = head.stray
+        raise BadScript(head.path, line, f"{word!r} is not an option: write --name=value")
+
+
+def encoded(text: str) -> bytes:
+    """A script's bytes, those that were no UTF-8 too."""
+    return text.encode(*_CODEC)
 
 
 def parse(data: bytes, path: str) -> ScriptHead:
     """The head of the script ``data``; raises ``BadScript`` naming ``path`` and line."""
     _refuse_unusable(data, path)
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        at = data[: error.start].count(b"\n") + 1
-        raise BadScript(path, at, "batch script is not UTF-8 text: save it as UTF-8") from None
-    sbatch: dict[str, str] = {}
-    passed_on: list[Option] = []
-    gpus: list[Option] = []
+    text = data.decode(*_CODEC)
+    words: list[str] = []
+    places: list[tuple[int, int, int]] = []
+    hetjob: int | None = None
     plexrl = _PlexrlLines(path)
     lines = text.split("\n")
     head = _head_length(lines)
@@ -115,27 +178,27 @@ def parse(data: bytes, path: str) -> ScriptHead:
                 )
         elif line.startswith("#PLEXRL"):
             plexrl.take(number, line)
-        elif re.match(r"#SBATCH\s", line):
-            kept: list[str] = []
-            before = len(gpus)
-            for option in _options(path, number, line):
-                if _asks_for_gpus(option):
-                    gpus.append(option)
-                    continue
-                kept.extend(option.words)
-                if option.name in _INTERPRETED:
-                    sbatch[option.name] = _checked(path, option)
-                else:
-                    passed_on.append(option)
-            if len(gpus) > before:
-                lines[number - 1] = f"#SBATCH {shlex.join(kept)}" if kept else f"#{line}"
+        elif line.startswith(_MAGIC) and hetjob is None:
+            found = _words(path, number, line, len(_MAGIC))
+            if found and found[0][0] in HETJOB:
+                hetjob = number
+                continue
+            words += [word for word, _, _ in found]
+            places += [(number, begin, end) for _, begin, end in found]
+    try:
+        scanned = scan(words, unknown=_value_if_any)
+    except BadInput as error:
+        raise BadScript(path, None, str(error)) from None
+    stray = None
+    if scanned.rest:
+        stray = (scanned.rest[0], places[len(words) - len(scanned.rest)][0])
     return ScriptHead(
         path=path,
-        interpreter=lines[0][2:].strip(),
-        text="\n".join(lines),
-        sbatch=sbatch,
-        passed_on=tuple(passed_on),
-        gpus=tuple(gpus),
+        text=text,
+        options=scanned.options,
+        places=tuple(places),
+        stray=stray,
+        hetjob=hetjob,
         models=tuple(plexrl.models),
         seed=plexrl.seed,
         priority=plexrl.priority,
@@ -189,6 +252,13 @@ def parse_model(text: str) -> str:
     raise ValueError(f"model {text!r} is not a name")
 
 
+def quoted(word: str) -> str:
+    """The word as it must stand in an ``#SBATCH`` line."""
+    if re.search(r"[\s#'\"\\]", word) is None:
+        return word
+    return '"' + re.sub(r'(["\\])', r"\\\1", word) + '"'
+
+
 def _refuse_unusable(data: bytes, path: str) -> None:
     """Slurm refuses the same scripts, in these words."""
     if not data:
@@ -224,53 +294,41 @@ def _head_length(lines: list[str]) -> int:
     return len(lines)
 
 
-def _words(path: str, number: int, line: str) -> list[str]:
-    try:
-        return shlex.split(line, comments=True)
-    except ValueError as error:
-        raise BadScript(path, number, f"{str(error).lower()}: close the quotes") from None
+def _words(path: str, number: int, line: str, begin: int) -> list[tuple[str, int, int]]:
+    """Words of a line from ``begin`` on, with their places, cut as sbatch cuts them."""
+    found: list[tuple[str, int, int]] = []
+    at = begin
+    while True:
+        while at < len(line) and line[at].isspace():
+            at += 1
+        start, word, quote = at, "", ""
+        while at < len(line):
+            letter = line[at]
+            if letter == "\\" and at + 1 < len(line) and not (line[at + 1].isspace() and not quote):
+                at += 1
+                word += line[at]
+            elif letter == quote:
+                quote = ""
+            elif quote:
+                word += letter
+            elif letter in "'\"":
+                quote = letter
+            elif letter.isspace() or letter == "#":
+                break
+            else:
+                word += letter
+            at += 1
+        if quote:
+            raise BadScript(path, number, f"no closing {quote}: close the quotes")
+        if not word:  # Slurm reads no further than an empty word
+            return found
+        found.append((word, start, at))
 
 
-def _options(path: str, number: int, line: str) -> Iterator[Option]:
-    words = _words(path, number, line.removeprefix("#SBATCH"))
-    while words:
-        word = words.pop(0)
-        value: str | None = None
-        used: tuple[str, ...] = (word,)
-        if word.startswith("--"):
-            name, equals, given = word[2:].partition("=")
-            value = given if equals else None
-        elif len(word) > 1 and word.startswith("-"):
-            name, value = _SHORT.get(word[1], word[1]), word[2:] or None
-        elif word == "hetjob":
-            name = word
-        else:
-            raise BadScript(path, number, f"{word!r} is not an option: write --name=value")
-        if value is None and words and not words[0].startswith("-"):
-            value = words.pop(0)
-            used = (word, value)
-        if name in ("array", "hetjob"):
-            raise BadScript(
-                path, number, f"{word} is not possible here: submit one job for each element"
-            )
-        yield Option(line=number, name=name, value=value, words=used)
-
-
-def _asks_for_gpus(option: Option) -> bool:
-    if option.name == "gres" or option.name.startswith("tres-per-"):
-        return any(_GPU_RESOURCE.match(each) for each in (option.value or "").split(","))
-    return _GPU_OPTIONS.fullmatch(option.name) is not None
-
-
-def _checked(path: str, option: Option) -> str:
-    if not option.value:
-        raise BadScript(path, option.line, f"--{option.name} needs a value")
-    if option.name == "time":
-        try:
-            parse_time(option.value)
-        except ValueError as error:
-            raise BadScript(path, option.line, str(error)) from None
-    return option.value
+def _value_if_any(_name: str, following: str | None) -> Takes:
+    """Nothing but options may stand in a directive, so that another word is a value."""
+    is_value = following is not None and not following.startswith("-")
+    return Takes.VALUE if is_value else Takes.NOTHING
 
 
 class _PlexrlLines:
@@ -287,7 +345,7 @@ class _PlexrlLines:
     def take(self, number: int, line: str) -> None:
         """Read one line."""
         rest = line.removeprefix("#PLEXRL")
-        words = _words(self._path, number, rest)
+        words = [word for word, _, _ in _words(self._path, number, line, len("#PLEXRL"))]
         if not rest[:1].isspace() or not words:
             raise self._bad(number, "malformed #PLEXRL line: write #PLEXRL --model=NAME")
         while words:
@@ -330,6 +388,8 @@ class _PlexrlLines:
 
 
 def _nearest(name: str) -> str:
+    import difflib  # only for a mistake: the start-up of `plexrl sbatch` is measured
+
     if close := difflib.get_close_matches(name, PLEXRL_OPTIONS, n=1, cutoff=0.5):
         return f"did you mean --{close[0]}?"
     return f"known are {', '.join(f'--{known}' for known in PLEXRL_OPTIONS)}"

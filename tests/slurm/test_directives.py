@@ -5,7 +5,15 @@ from pathlib import Path
 import pytest
 
 from plexrl_slurm.core.errors import BadScript
-from plexrl_slurm.slurm.directives import ScriptHead, parse, parse_time, read
+from plexrl_slurm.slurm.directives import (
+    ScriptHead,
+    check_without_slurm,
+    encoded,
+    parse,
+    parse_time,
+    quoted,
+    read,
+)
 
 
 def head(*lines: str) -> ScriptHead:
@@ -20,11 +28,42 @@ def test_both_kinds_of_lines_are_read() -> None:
         "#PLEXRL --model=tiny --model judge",
         "#PLEXRL --seed 7 --priority=2 --max-slowdown=1.25",
     )
-    assert found.interpreter == "/bin/bash"
-    assert found.sbatch == {"job-name": "count", "partition": "rlvr", "account": "physics"}
-    assert [(each.line, each.words) for each in found.passed_on] == [(3, ("--mem=4G",))]
+    assert [(each.name, each.value) for each in found.options] == [
+        ("job-name", "count"),
+        ("partition", "rlvr"),
+        ("account", "physics"),
+        ("mem", "4G"),
+    ]
+    assert [found.line(each) for each in found.options] == [2, 2, 3, 3]
     assert found.models == ("tiny", "judge")
     assert (found.seed, found.priority, found.max_slowdown) == (7, 2, 1.25)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        pytest.param(r'--comment="a \"b\" c"', [r'--comment=a "b" c'], id="escapes in quotes"),
+        pytest.param("--comment=x'y z'w", ["--comment=xy zw"], id="quotes within a word"),
+        pytest.param('--comment="a # b" -Jn', ["--comment=a # b", "-Jn"], id="quoted hash"),
+        pytest.param("-J n#c --comment=k", ["-J", "n"], id="a hash ends the line"),
+        pytest.param(r"--comment=a\#b", ["--comment=a#b"], id="escaped hash"),
+        pytest.param(r"--comment='a\'b'", ["--comment=a'b"], id="escape in single quotes"),
+        pytest.param("--job-name=abc", ["--job-name=abc"], id="plain"),
+    ],
+)
+def test_words_are_cut_as_sbatch_cuts_them(line: str, words: list[str]) -> None:
+    # What sbatch 22.05 was seen to make of these lines.
+    assert [word for each in head(f"#SBATCH {line}").options for word in each.words] == words
+
+
+def test_a_directive_needs_no_space_and_a_value_may_stand_on_the_next_line() -> None:
+    found = head("#SBATCH--comment=x -J", "#SBATCH split")
+    assert (found.value("comment"), found.value("job-name")) == ("x", "split")
+
+
+@pytest.mark.parametrize("word", ["plain", "a b", 'a"b', "it's", r"a\b", "a#b"])
+def test_a_quoted_word_is_read_again_as_itself(word: str) -> None:
+    assert head(f"#SBATCH --comment {quoted(word)} -J n").value("comment") == word
 
 
 @pytest.mark.parametrize(
@@ -33,27 +72,51 @@ def test_both_kinds_of_lines_are_read() -> None:
         pytest.param("#SBATCH --gpus=4", "##SBATCH --gpus=4", id="gpus"),
         pytest.param("#SBATCH -G 4", "##SBATCH -G 4", id="short"),
         pytest.param("#SBATCH --gres=gpu:h200:2", "##SBATCH --gres=gpu:h200:2", id="gres"),
-        pytest.param("#SBATCH --gpus-per-node=8 -t 10", "#SBATCH -t 10", id="among others"),
-        pytest.param("#SBATCH --gres=nvme:1", "#SBATCH --gres=nvme:1", id="another resource stays"),
+        pytest.param("#SBATCH --gpus-per-node=8 -t 10", "#SBATCH -t 10", id="first"),
+        pytest.param("#SBATCH -t 10 -G2 # why", "#SBATCH -t 10 # why", id="last"),
+        pytest.param("#SBATCH -QG2", "#SBATCH -Q", id="in a group"),
+        pytest.param("#SBATCH --gpus-per-t=1 -c 2", "#SBATCH -c 2", id="abbreviated"),
+        pytest.param(
+            '#SBATCH --comment="a  b"  -G1  -J x',
+            '#SBATCH --comment="a  b"  -J x',
+            id="the rest stays as it is",
+        ),
+        pytest.param("#SBATCH --gres=nvme:1", "#SBATCH --gres=nvme:1", id="another resource"),
+        pytest.param("#SBATCH --gres=gpu:2,nvme:1", "#SBATCH --gres=nvme:1", id="both"),
+        pytest.param("#SBATCH --gres nvme:1,gpu", "#SBATCH --gres nvme:1", id="both, two words"),
+        pytest.param(
+            "#SBATCH --tres-per-task=cpu=2,gres/gpu=1", "#SBATCH --tres-per-task=cpu=2", id="tres"
+        ),
     ],
 )
 def test_gpu_requests_are_taken_out_and_the_line_numbers_stay(line: str, kept: str) -> None:
     found = head(line)
-    assert found.text.split("\n") == ["#!/bin/bash", kept, "python train.py", ""]
+    assert found.without().split("\n") == ["#!/bin/bash", kept, "python train.py", ""]
     assert len(found.gpus) == (0 if kept == line else 1)
 
 
+def test_other_options_can_be_taken_out_too() -> None:
+    found = head("#SBATCH -p rlvr -t 5", "#SBATCH --partition=rlvr", "#SBATCH -J", "#SBATCH x")
+    lines = found.without("partition", "job-name").split("\n")
+    assert lines[1:5] == ["#SBATCH -t 5", "##SBATCH --partition=rlvr", "##SBATCH -J", "##SBATCH x"]
+
+
 def test_a_script_without_gpu_requests_is_not_touched() -> None:
-    data = b"#!/bin/sh\n\n#SBATCH -J x\n  echo \xc3\xa9 \n\n"
-    assert parse(data, "job.sh").text.encode() == data
+    data = b"#!/bin/sh\n\n#SBATCH -J x\n  echo \xc3\xa9 \xe9\n\n"
+    assert encoded(parse(data, "job.sh").without()) == data
 
 
 def test_the_last_of_a_repeated_sbatch_option_counts() -> None:
-    assert head("#SBATCH -J a", "#SBATCH -J b").sbatch == {"job-name": "b"}
+    assert head("#SBATCH -J a", "#SBATCH -J b").value("job-name") == "b"
 
 
 def test_sbatch_lines_after_the_first_command_do_not_count() -> None:
-    assert head("true", "#SBATCH -J late").sbatch == {}
+    assert head("true", "#SBATCH -J late").options == ()
+
+
+def test_components_after_the_first_are_left_to_slurm() -> None:
+    found = head("#SBATCH -n1", "#SBATCH hetjob", "#SBATCH -n2")
+    assert (found.hetjob, found.value("ntasks")) == (3, "1")
 
 
 @pytest.mark.parametrize(
@@ -65,8 +128,8 @@ def test_sbatch_lines_after_the_first_command_do_not_count() -> None:
         pytest.param(b"#!/bin/sh\necho \0\n", None, "NUL", id="NUL behind a shebang"),
         pytest.param(b"#!/bin/sh\necho\r\n", 2, "DOS line breaks", id="CRLF"),
         pytest.param(b"echo hi\n", 1, "does not look like a batch script", id="no shebang"),
-        pytest.param(b"#!/bin/sh\necho \xe9\n", 2, "not UTF-8", id="latin-1"),
         pytest.param(b"#!\necho\n", 1, "names no interpreter", id="bare shebang"),
+        pytest.param(b"#!/bin/sh\n#SBATCH --par\n", None, "is ambiguous", id="ambiguous"),
     ],
 )
 def test_an_unusable_script_is_refused_in_one_sentence(
@@ -95,15 +158,31 @@ def test_an_unusable_script_is_refused_in_one_sentence(
         pytest.param("#PLEXRL --model=a --model=a", "given twice", id="repeated model"),
         pytest.param("#PLEXRL --priority=0", "from 1 to 1000", id="priority"),
         pytest.param("#PLEXRL --max-slowdown=0.5", "from 1.0", id="slowdown"),
-        pytest.param("#SBATCH --time=tomorrow", "invalid time limit", id="time"),
-        pytest.param("#SBATCH --job-name", "--job-name needs a value", id="sbatch value"),
-        pytest.param("#SBATCH job", "'job' is not an option", id="sbatch word"),
-        pytest.param("#SBATCH --array=1-3", "one job for each element", id="array"),
+        pytest.param("#SBATCH --comment='x", "close the quotes", id="open quote, sbatch"),
     ],
 )
 def test_a_bad_line_is_named_by_file_and_line(line: str, words: str) -> None:
     with pytest.raises(BadScript) as caught:
         head("#SBATCH -J x", line)
+    assert str(caught.value).startswith("job.sh:3: ")
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        pytest.param("#SBATCH --time=tomorrow", "invalid time limit", id="time"),
+        pytest.param("#SBATCH --job-name", "--job-name needs a value", id="value"),
+        pytest.param("#SBATCH job", "'job' is not an option", id="word"),
+        pytest.param("#SBATCH --array=1-3", "one job for each element", id="array"),
+        pytest.param("#SBATCH hetjob", "one job for each element", id="hetjob"),
+        pytest.param("# \udce9", "not UTF-8", id="latin-1"),
+    ],
+)
+def test_what_only_slurm_can_judge_is_refused_where_there_is_none(line: str, words: str) -> None:
+    found = parse(encoded(f"#!/bin/sh\n#SBATCH -J x\n{line}\ntrue\n"), "job.sh")
+    with pytest.raises(BadScript) as caught:
+        check_without_slurm(found)
     assert str(caught.value).startswith("job.sh:3: ")
     assert words in str(caught.value)
 
