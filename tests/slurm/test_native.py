@@ -136,7 +136,11 @@ def test_a_good_job_is_marked_held_and_moved(lua: Lua) -> None:
     assert done["admin_comment"] == "plexrl:1:rlvr:model=tiny;seed=7"
     assert done["priority"] == 0
     assert done["partition"] == "cpu"
-    assert done["environment"] == {"PATH": "/bin", "PLEXRL_PARTITION": "rlvr"}
+    assert done["environment"] == {
+        "PATH": "/bin",
+        "PLEXRL_PARTITION": "rlvr",
+        "PLEXRL_NATIVE": "1",
+    }
 
 
 def test_a_script_without_our_lines_is_a_job_without_a_declared_model(lua: Lua) -> None:
@@ -210,23 +214,24 @@ def test_slurms_default_partition_may_be_ours(lua: Lua) -> None:
     assert answer["job"]["admin_comment"].startswith("plexrl:1:big%20one:")
 
 
-def test_a_job_of_plexrl_sbatch_passes_untouched(lua: Lua) -> None:
-    given = job(
-        priority=0,
-        environment={"PLEXRL_JOB_ID": "5", "TINKER_API_KEY": "tml-x"},
-        tres_per_job="gres:gpu:1",
-    )
+@pytest.mark.parametrize("name", ["PLEXRL_JOB_ID", "PLEXRL_PARTITION"])
+def test_a_job_or_an_array_of_plexrl_sbatch_passes_untouched(lua: Lua, name: str) -> None:
+    environment = {name: "5", "TINKER_BASE_URL": "http://127.0.0.1:1"}
+    given = job(priority=0, environment=environment, tres_per_job="gres:gpu:1")
     (answer,) = lua.run([{"job": given}])
     assert (answer["code"], answer["said"], answer["job"]) == (0, [], given)
 
 
 def test_a_job_submitted_from_within_a_job_does_not_act_in_its_name(lua: Lua) -> None:
+    address = {"TINKER_BASE_URL": "http://127.0.0.1:1"}
     environment = {"PLEXRL_JOB_ID": "5", "TINKER_API_KEY": "tml-x", "PLEXRL_CREDENTIALS_OF": "9"}
-    answer = lua.submit(environment=environment)
+    answer = lua.submit(environment=environment | address)
     assert answer["job"]["admin_comment"].startswith("plexrl:1:")
     assert answer["job"]["environment"] == {
         **dict.fromkeys(environment, ""),
+        **address,
         "PLEXRL_PARTITION": "rlvr",
+        "PLEXRL_NATIVE": "1",
     }
 
 
@@ -245,7 +250,8 @@ def test_our_lines_in_another_partition_are_noticed(lua: Lua) -> None:
     assert answer["said"] == [
         "plexrl: the #PLEXRL lines have no effect in this partition; submit with -p big or -p rlvr"
     ]
-    moved = lua.submit(partition="cpu", environment={"PLEXRL_PARTITION": "rlvr"})
+    environment = {"PLEXRL_JOB_ID": "5", "TINKER_BASE_URL": "http://127.0.0.1:1"}
+    moved = lua.submit(partition="cpu", environment=environment)
     assert moved["said"] == []
 
 
@@ -280,10 +286,11 @@ def test_a_fault_of_ours_stops_only_jobs_of_our_partitions(lua: Lua) -> None:
 
 
 def test_a_huge_script_is_read_quickly(lua: Lua) -> None:
-    answer = lua.submit(
-        script=script("#PLEXRL --model=tiny") + "echo some line of text\n" * 180_000
-    )
+    text = script("#PLEXRL --model=tiny") + "echo a line of text\n" * 200_000
+    begin = time.monotonic()
+    answer = lua.submit(script=text)
     assert answer["code"] == 0
+    assert time.monotonic() - begin < 5
 
 
 @pytest.mark.parametrize(
