@@ -24,6 +24,7 @@ _WHERE: Final[Mapping[str, str]] = {
     "sreport": "plexrl_slurm.cli.report:sreport",
     "trace": "plexrl_slurm.cli.trace:trace",
     "partition": "plexrl_slurm.cli.partition:partition",
+    "admin": "plexrl_slurm.cli.admin:admin",
     "demo": "plexrl_slurm.cli.demo:demo",
 }
 
