@@ -45,9 +45,10 @@ class BindJob(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class CancelJob(msgspec.Struct, forbid_unknown_fields=True):
-    """``POST jobs/{id}/cancel``."""
+    """``POST jobs/{id}/cancel``; its Slurm job ends too, unless it is to go on by itself."""
 
     reason: str = ""
+    keep_slurm_job: bool = False
 
 
 class Drain(msgspec.Struct, forbid_unknown_fields=True):
@@ -92,7 +93,13 @@ async def cancel_job(job_id: JobNumber, request: Request, who: Who) -> Response:
     """End a job; its checkpoints stay."""
     asked = await ask.read(CancelJob, request)
     service = service_of(request)
-    return as_json(await service.cancel_job(who, JobId(job_id), reason=_shown(asked.reason)))
+    answer = await service.cancel_job(
+        who,
+        JobId(job_id),
+        reason=_shown(asked.reason),
+        keep_slurm_job=asked.keep_slurm_job,
+    )
+    return as_json(answer)
 
 
 @router.get("/jobs")

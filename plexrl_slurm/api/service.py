@@ -238,7 +238,9 @@ class Service(Protocol):
         caller is a user, not a job's token.
         """
 
-    async def cancel_job(self, who: Principal, job_id: JobId, *, reason: str) -> dict[str, Any]: ...
+    async def cancel_job(
+        self, who: Principal, job_id: JobId, *, reason: str, keep_slurm_job: bool = False
+    ) -> dict[str, Any]: ...
 
     async def jobs(
         self, who: Principal, *, user: str | None, states: Sequence[str], ended: bool

@@ -72,9 +72,10 @@ class Client:
                 raise NotAdmitted(slurm_id, error.sentence.removeprefix(known)) from error
             raise
 
-    def cancel(self, job_id: int, *, reason: str) -> None:
-        """End a job and its Slurm job."""
-        self._ask("POST", f"{PREFIX}/jobs/{job_id}/cancel", {"reason": reason})
+    def cancel(self, job_id: int, *, reason: str, keep_slurm_job: bool = False) -> None:
+        """End a job, and its Slurm job unless that is to go on without the service."""
+        body = {"reason": reason, **({"keep_slurm_job": True} if keep_slurm_job else {})}
+        self._ask("POST", f"{PREFIX}/jobs/{job_id}/cancel", body)
 
     def jobs(self, *, user: str | None = None, ended: bool = False) -> list[dict[str, Any]]:
         """Jobs that the caller may see."""

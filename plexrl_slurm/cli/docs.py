@@ -19,6 +19,10 @@ Commands, options and columns are named as Slurm names them. Every command takes
 **Which partition.** `--config`, else `PLEXRL_CONFIG`, else the first of `./plexrl.toml`,
 `~/.config/plexrl/*.toml`, `/etc/plexrl/*.toml`; with `-p NAME` the one of that name.
 
+**Which way.** The daemon is asked by its unix socket or, where nobody listens on that and there is
+a Slurm, at `partition.url` with a MUNGE credential. `PLEXRL_CONTACT=socket` or `=http` takes one
+way only.
+
 **Which value.** For what sbatch knows: the command line, then `SBATCH_*`, then the script's
 `#SBATCH` line. For `--model`, `--seed`, `--priority` and `--max-slowdown`: the command line,
 then `PLEXRL_*` (such as `PLEXRL_SBATCH_SEED`), then the script's `#PLEXRL` line, then the default

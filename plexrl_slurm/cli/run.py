@@ -1,4 +1,4 @@
-"""``plexrl run``: submit, wait, and stream the output; ctrl-C cancels."""
+"""``plexrl run``: inside a Slurm job, become the command; elsewhere submit, wait and stream."""
 
 import os
 import shlex
@@ -25,6 +25,7 @@ from plexrl_slurm.cli.submit import (
     wrapped,
 )
 from plexrl_slurm.cli.wait import wait_for_end
+from plexrl_slurm.core.errors import BadInput
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -37,9 +38,21 @@ from plexrl_slurm.cli.wait import wait_for_end
 def run(app: App, /, command: tuple[str, ...], **given: Any) -> int:
     """Run COMMAND as a job, here, and exit with its exit code.
 
-    Write -- before the command.
+    Write -- before the command. Inside a Slurm job the command gets that job's credentials; if
+    the job was not submitted through PlexRL, it is queued first, and the command waits for its
+    turn.
     """
     site = app.site(os.environ.get("SBATCH_PARTITION"))
+    if site.backend == "slurm":
+        from plexrl_slurm.cli.inside import run_inside, slurm_id_of
+
+        slurm_id = slurm_id_of(os.environ)
+        if slurm_id is None:
+            raise BadInput(
+                f"there is no Slurm job around this command: submit it with `plexrl sbatch "
+                f"--wrap`, or run it inside a job (srun plexrl run -p {site.partition} -- ...)"
+            )
+        run_inside(site, slurm_id, command, given)
     with tempfile.TemporaryDirectory(prefix="plexrl-run-") as folder, Client(site) as client:
         files = (Path(folder) / "out", Path(folder) / "err")
         slowdown = given["max_slowdown"]

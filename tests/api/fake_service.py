@@ -423,9 +423,12 @@ class FakeService:
             raise NotAdmitted(slurm_id, self.waiting[slurm_id])
         return {"job_id": 7, "token": "tml-seven", "env": {"TINKER_API_KEY": "tml-seven"}}
 
-    async def cancel_job(self, who: Principal, job_id: JobId, *, reason: str) -> dict[str, Any]:
+    async def cancel_job(
+        self, who: Principal, job_id: JobId, *, reason: str, keep_slurm_job: bool = False
+    ) -> dict[str, Any]:
         if job_id != 7:
             raise NotFound("job", str(job_id))
+        self.asked.append(("cancel_job", keep_slurm_job))
         return {"job_id": job_id, "reason": reason}
 
     async def jobs(

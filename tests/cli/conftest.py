@@ -1,6 +1,7 @@
 """A partition's folder, and a daemon that is a page of canned answers behind a real unix socket."""
 
 import json
+import os
 import socketserver
 import threading
 from collections.abc import Callable, Iterator
@@ -149,6 +150,8 @@ def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("COLUMNS", "200")
     for name in ("PLEXRL_CONFIG", "SBATCH_PARTITION", "SBATCH_JOB_NAME", "SBATCH_ACCOUNT"):
         monkeypatch.delenv(name, raising=False)
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "PLEXRL_CONTACT"))]:
+        monkeypatch.delenv(name)
     monkeypatch.setattr(wait, "STEP_S", 0.01)
     return folder
 

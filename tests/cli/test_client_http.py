@@ -88,7 +88,9 @@ def test_without_a_socket_a_login_node_asks_over_https(site: Site, api: Api) -> 
     assert client.submit(body)["job_id"] == 7
     assert client.jobs(user="ann b&c", ended=True)[0]["user"] == "ann b&c"
     client.cancel(7, reason="enough")
-    assert [name for name, _ in api.service.asked] == ["submit_job"]
+    client.cancel(7, reason="enough", keep_slurm_job=True)
+    (_, *ends) = api.service.asked
+    assert ends == [("cancel_job", False), ("cancel_job", True)]
 
 
 def test_a_refusal_is_told_as_over_the_socket(site: Site) -> None:
