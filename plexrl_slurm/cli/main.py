@@ -16,6 +16,7 @@ from plexrl_slurm.core.errors import PlexError
 _WHERE: Final[Mapping[str, str]] = {
     "sbatch": "plexrl_slurm.cli.sbatch:sbatch",
     "run": "plexrl_slurm.cli.run:run",
+    "credentials": "plexrl_slurm.cli.credentials:credentials",
     "squeue": "plexrl_slurm.cli.queue:squeue",
     "scancel": "plexrl_slurm.cli.queue:scancel",
     "sacct": "plexrl_slurm.cli.queue:sacct",
