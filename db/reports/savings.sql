@@ -25,17 +25,23 @@ home AS (
     SELECT job_id, wpg FROM snapshots
 ),
 shape AS (
-    SELECT h.partition, w.name AS wpg, MAX(w.gpus) AS gpus
+    SELECT h.partition, w.name AS wpg, w.slot, MAX(w.gpus) AS gpus
     FROM wpgs AS w
     JOIN holds AS h ON h.id = w.hold_id
-    GROUP BY h.partition, w.name
+    GROUP BY h.partition, w.name, w.slot
 ),
-dedicated AS (
-    SELECT r.job_id, SUM(s.gpus) AS gpus
+-- A job that moved from hold to hold lived in one slot all the time.
+lived AS (
+    SELECT r.job_id, s.slot, MAX(s.gpus) AS gpus
     FROM ran AS r
     JOIN home AS m ON m.job_id = r.job_id
     JOIN shape AS s ON s.partition = r.partition AND s.wpg = m.wpg
-    GROUP BY r.job_id
+    GROUP BY r.job_id, s.slot
+),
+dedicated AS (
+    SELECT job_id, SUM(gpus) AS gpus
+    FROM lived
+    GROUP BY job_id
 ),
 -- The part of every idle stretch during which a job lived there and ran ...
 presence AS (

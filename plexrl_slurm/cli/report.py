@@ -52,8 +52,9 @@ def _column(name: str, cells: Sequence[Any]) -> tuple[str, list[str]]:
     if not name.endswith("_us"):
         return name, [_cell(cell) for cell in cells]
     bare = name.removesuffix("_us")
-    # Not a duration: an instant is later than 2001.
-    if any(isinstance(cell, int) and cell > 10**15 for cell in cells):
+    # Not a duration: an instant is later than 2001. GPU time may be as much, and is none.
+    instants = [cell for cell in cells if isinstance(cell, int) and cell > 10**15]
+    if instants and not name.endswith("gpu_us"):
         return bare, ["-" if cell is None else show.iso(int(cell)) for cell in cells]
     return f"{bare}_s", ["-" if cell is None else f"{cell / 1e6:.3f}" for cell in cells]
 

@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 
+from plexrl_slurm.cli import show
+from plexrl_slurm.cli.report import text_of
 from plexrl_slurm.core.ids import CauseId, SlurmId, WpgId
 from plexrl_slurm.core.messages import Activity, Charge, Pool, Wpg
-from plexrl_slurm.db import holds, ledger, schema
+from plexrl_slurm.db import holds, ledger, schema, usage
 from plexrl_slurm.db.engine import open_database, transaction
+from plexrl_slurm.db.reports import Report
 from tests.cli.conftest import T0
 
 Plexrl = Callable[..., Result]
@@ -61,6 +64,36 @@ def test_a_report_by_its_short_name(plexrl: Plexrl, database: Path) -> None:
     assert plain[0].startswith("hold_id|wpg|pool|gpus|held_gpu_us|")
     (facts,) = json.loads(plexrl("sreport", "hold_summary", "--json").stdout)["rows"]
     assert facts["held_gpu_us"] == 1_000_000
+
+
+def test_the_books_are_compared_with_slurm(plexrl: Plexrl, database: Path) -> None:
+    engine = open_database(f"sqlite:///{database}")
+    with transaction(engine) as session:
+        usage.record_usage(
+            session,
+            "h1",
+            slurm_id="1",
+            start_us=T0,
+            end_us=T0 + 4_000_000,
+            elapsed_us=4_000_000,
+            gpus=1,
+            word="CANCELLED",
+            now_us=T0 + 5_000_000,
+        )
+    engine.dispose()
+    done = plexrl("sreport", "reconcile")
+    assert done.exit_code == 0, done.stderr
+    head, row = (line.split() for line in done.stdout.splitlines())
+    found = dict(zip(head, row, strict=True))
+    assert (found["ledger_gpu_s"], found["sacct_gpu_s"]) == ("1.000", "4.000")
+    assert (found["difference_gpu_s"], found["difference_percent"]) == ("-3.000", "-75")
+    assert (found["allowed_gpu_s"], found["agrees"]) == ("1.040", "no")
+
+
+def test_much_gpu_time_is_no_date() -> None:
+    found = Report(name="x", columns=("held_gpu_us", "began_us"), rows=((2 * 10**15, 2 * 10**15),))
+    table = text_of(found, parsable=False, header=True)
+    assert table.split() == ["held_gpu_s", "began", "2000000000.000", show.iso(2 * 10**15)]
 
 
 def test_reports_are_listed_and_an_unknown_one_is_refused(plexrl: Plexrl, database: Path) -> None:

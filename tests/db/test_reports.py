@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 from plexrl_slurm.core.errors import BadInput
 from plexrl_slurm.core.messages import Activity, FunctionKind
 from plexrl_slurm.core.states import JobState
-from plexrl_slurm.db import calls, ledger, queue, reports
+from plexrl_slurm.db import calls, ledger, queue, reports, usage
 from plexrl_slurm.db.engine import transaction
 from tests.db.builders import (
     HOLD,
@@ -66,6 +66,18 @@ def tell_the_story(session: Session) -> None:
         charge(session, at(50), at(90), activity=busy, job=job, wpg=ROLLOUT, gpu_us=gpu_us)
     charge(session, at(90), at(200), wpg=ROLLOUT)
     assert ledger.gaps(session, HOLD) == []
+    for component, end in (("9", None), ("10", at(199))):
+        usage.record_usage(
+            session,
+            HOLD,
+            slurm_id=component,
+            start_us=at(0),
+            end_us=end,
+            elapsed_us=(200 if end is None else 199) * 1_000_000,
+            gpus=2,
+            word="RUNNING" if end is None else "NODE_FAIL",
+            now_us=at(200),
+        )
 
     for seq, second in enumerate((20, 21, 70)):
         add_step(session, ada, models[0], seq=seq, at_us=at(second))
@@ -117,6 +129,10 @@ BY_HAND = {
          72_000_000 + BEFORE, 2, hours(72_000_000 + BEFORE, 2)),
         ("rl", "2026-01-15", 140_000_000 - BEFORE, 80_000_000, 2_000_000, 358_000_000, 0,
          222_000_000 - BEFORE, 2, hours(222_000_000 - BEFORE, 2)),
+    ],
+    "reconcile": [
+        ("rl", HOLD, "9", "waiting", 2, 2, 800_000_000, 798_000_000, 2_000_000, 0.251, 11_980_000,
+         "yes"),
     ],
     "steps": [
         ("rl", 1, "a", "ada", "2026-01-14 23:00", 2),
@@ -180,7 +196,7 @@ def test_the_databases_own_program_runs_the_same_file(
         report = reports.run_report(session, name)
     assert tuple(header) == report.columns
     assert [[plain(cell) for cell in row] for row in rows] == [
-        ["" if cell is None else cell for cell in row] for row in report.rows
+        ["" if cell is None else plain(str(cell)) for cell in row] for row in report.rows
     ]
 
 
@@ -209,5 +225,5 @@ def test_empty_books_give_empty_reports(session: Session) -> None:
 
 
 def test_an_unknown_report_is_answered_with_the_known_ones(session: Session) -> None:
-    with pytest.raises(BadInput, match="no report 'bill'; there are: hold_summary, savings"):
+    with pytest.raises(BadInput, match="no report 'bill'; there are: hold_summary, reconcile"):
         reports.run_report(session, "bill")
