@@ -98,13 +98,21 @@ def site_files(
         ),
         SiteFile(
             path=prolog,
-            text=fill(
-                "task_prolog.sh.j2", {"plexrl": str(programs / "plexrl"), "seconds": PROLOG_SECONDS}
+            text=task_prolog(
+                {settings.partition: settings.path for settings in partitions},
+                plexrl=programs / "plexrl",
             ),
             purpose="gives plain sbatch jobs and arrays their credentials; needed on every node",
             mode=0o755,
         ),
     )
+
+
+def task_prolog(settings: Mapping[str, Path], *, plexrl: Path) -> str:
+    """TaskProlog for the partitions by name, with the settings file of each, seen by all nodes."""
+    files = [(name, str(path)) for name, path in settings.items()]
+    values = {"settings": files, "plexrl": str(plexrl), "seconds": PROLOG_SECONDS}
+    return fill("task_prolog.sh.j2", values)
 
 
 def merge_lines(module: Path) -> str:
