@@ -10,13 +10,12 @@ from pathlib import Path
 from plexrl_slurm.core.errors import SlurmRejected, SlurmUnavailable
 from plexrl_slurm.core.ids import SlurmId
 from plexrl_slurm.slurm import invoke, parse, parse_records
-from plexrl_slurm.slurm.port import BatchJob, JobStatus, NodeStatus, PastJob, SlurmState
+from plexrl_slurm.slurm.port import BatchJob, JobStatus, NodeStatus, PastJob
 
 _FINISHED = re.compile(r"already (has )?(finished|completing)|has already finished", re.IGNORECASE)
 _NO_ACCOUNTING = re.compile(
     r"accounting storage is disabled|supported accounting_storage plugin", re.IGNORECASE
 )
-_ID = re.compile(r"\d+(_\d+)?")
 #: Time that is left to ask after a job whose sbatch gave no answer.
 _LOOK_S = 5.0
 #: Most jobs in one question to sacct.
@@ -27,7 +26,7 @@ class CommandsSlurm:
     """Blocking; every program ends within ``timeout_s``. Safe to use from several threads."""
 
     def __init__(self, conf: Path | None = None, timeout_s: float = 20.0) -> None:
-        self._conf, self._timeout_s = conf, timeout_s
+        self.conf, self._timeout_s = conf, timeout_s
         #: ``sinfo --json`` of later versions has no nodes in it.
         self._newer_nodes = False
 
@@ -48,7 +47,7 @@ class CommandsSlurm:
             argv = [*_sbatch(job, hold=hold, variables=variables), str(script), *job.arguments]
             try:
                 # sbatch gives its own variables to the job too, so it has hardly any.
-                env = invoke.configured(self._conf)
+                env = invoke.configured(self.conf)
                 answer = invoke.checked(invoke.run(argv, env=env, timeout_s=self._timeout_s))
             except SlurmUnavailable as error:
                 return self._queued_after_all(str(script), error)
@@ -80,15 +79,16 @@ class CommandsSlurm:
 
     def cancel(self, job: SlurmId) -> None:
         """``scancel``; it says nothing of a job that Slurm does not know."""
+        number = _checked_id(job)
         try:
-            self._run("scancel", _checked_id(job))
+            self._run("scancel", number)
         except SlurmRejected as error:
             if not re.search(r"already|invalid job id", error.stderr, re.IGNORECASE):
                 raise
 
     def set_time_limit(self, job: SlurmId, *, limit_us: int) -> None:
         """Absolute; by the leader's number it is of all components."""
-        self._control("update", f"JobId={_checked_id(job)}", f"TimeLimit={_minutes(limit_us)}")
+        self._control("update", f"JobId={_checked_id(job)}", f"TimeLimit={whole_minutes(limit_us)}")
 
     def set_comment(self, job: SlurmId, text: str) -> None:
         """``scontrol update Comment=``."""
@@ -108,35 +108,9 @@ class CommandsSlurm:
         A job is left out only if both answered and neither knows it.
         """
         wanted = list(dict.fromkeys(jobs))
-        return self.completed(wanted, self.poll()) if wanted else {}
-
-    def completed(
-        self, wanted: Iterable[SlurmId], known: Mapping[SlurmId, JobStatus]
-    ) -> Mapping[SlurmId, JobStatus]:
-        """:meth:`states`, given what :meth:`poll` answered."""
-        found: dict[SlurmId, JobStatus] = {}
-        forgotten: list[SlurmId] = []
-        for job in wanted:
-            status = known.get(job) or parse.whole_array(job, known)
-            if status is not None:
-                found[job] = status
-            elif _ID.fullmatch(job):
-                forgotten.append(job)
-        if not forgotten:
-            return found
-        try:
-            ended = self._ended(forgotten)
-        except SlurmUnavailable as error:
-            unsure = JobStatus(
-                state=SlurmState.UNSURE,
-                reason=f"slurmctld has forgotten it, and {error.sentence}",
-            )
-            return found | dict.fromkeys(forgotten, unsure)
-        for job in forgotten:
-            status = ended.get(job) or parse.whole_array(job, ended)
-            if status is not None:
-                found[job] = status
-        return found
+        if not wanted:
+            return {}
+        return parse.with_forgotten(wanted, self.poll(), self.ended)
 
     def nodes(self) -> Mapping[str, NodeStatus]:
         """``sinfo --json``, or ``scontrol show nodes --json`` where that prints sums only."""
@@ -153,7 +127,7 @@ class CommandsSlurm:
     def past(self, jobs: Iterable[SlurmId]) -> Mapping[SlurmId, tuple[PastJob, ...]]:
         """``sacct --duplicates``."""
         found: dict[SlurmId, tuple[PastJob, ...]] = {}
-        wanted = [job for job in dict.fromkeys(jobs) if _ID.fullmatch(job)]
+        wanted = [job for job in dict.fromkeys(jobs) if parse.ID.fullmatch(job)]
         for start in range(0, len(wanted), _BATCH):
             separator = secrets.token_hex(8)
             some = wanted[start : start + _BATCH]
@@ -161,7 +135,8 @@ class CommandsSlurm:
             found |= {} if answer is None else parse_records.past(answer.out, separator)
         return found
 
-    def _ended(self, jobs: list[SlurmId]) -> Mapping[SlurmId, JobStatus]:
+    def ended(self, jobs: list[SlurmId]) -> Mapping[SlurmId, JobStatus]:
+        """Those of them that accounting knows; nothing where Slurm keeps no accounts."""
         found: dict[SlurmId, JobStatus] = {}
         for start in range(0, len(jobs), _BATCH):
             separator = secrets.token_hex(8)
@@ -206,7 +181,7 @@ class CommandsSlurm:
                 raise
 
     def _run(self, *argv: str, timeout_s: float | None = None) -> invoke.Answer:
-        env = invoke.environment(self._conf)
+        env = invoke.environment(self.conf)
         limit = self._timeout_s if timeout_s is None else min(timeout_s, self._timeout_s)
         return invoke.checked(invoke.run(argv, env=env, timeout_s=limit))
 
@@ -224,12 +199,12 @@ def _sbatch(job: BatchJob, *, hold: bool, variables: Path) -> list[str]:
     if job.error is not None:
         argv.append(f"--error={job.error}")
     if job.time_limit_us is not None:
-        argv.append(f"--time={_minutes(job.time_limit_us)}")
+        argv.append(f"--time={whole_minutes(job.time_limit_us)}")
     return [*argv, *(("--hold",) if hold else ()), *job.options]
 
 
-def _minutes(limit_us: int) -> int:
-    """Whole minutes, which is what Slurm counts; never 0, which is no limit."""
+def whole_minutes(limit_us: int) -> int:
+    """What Slurm counts; never 0, which is no limit."""
     return max(1, -(-limit_us // 60_000_000))
 
 
@@ -247,6 +222,6 @@ def _number(answer: invoke.Answer) -> SlurmId:
 
 def _checked_id(job: SlurmId) -> SlurmId:
     """Nothing that could be an option or several jobs reaches a command line."""
-    if not _ID.fullmatch(job):
+    if not parse.ID.fullmatch(job):
         raise SlurmRejected(("slurm", job), f"Invalid job id specified: {job}")
     return job

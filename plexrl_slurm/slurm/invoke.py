@@ -33,7 +33,7 @@ _CAUSES = tuple(
         (r"cannot stat file|could not establish a configuration|s_p_parse_file", _NO_CONF),
         (r"munge encode failed|failed to access .*munge|munged", _MUNGE),
         (r"failed to unpack slurm_persist_init|invalid credential|authentication error", _KEY),
-        (r"persist_conn|persistinit|problem talking to the database|slurmdbd", _DATABASE),
+        (r"persist_conn|persistinit|problem talking to the database|contact slurmdbd", _DATABASE),
         (r"unexpected message received|zero bytes were transmitted|munge decode", _KEY),
         (
             r"unable to contact slurm|connection (refused|timed out|reset)|socket timed out"

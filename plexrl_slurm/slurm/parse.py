@@ -7,8 +7,9 @@ is one job's state, else the whole answer is no answer: ``SlurmUnavailable``.
 
 import dataclasses
 import json
+import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from plexrl_slurm.core.errors import SlurmUnavailable
@@ -67,6 +68,8 @@ _FLAGS = (
     "RESV_DEL_HOLD",
     "CONFIGURING",
 )
+#: A job, or a task of an array.
+ID = re.compile(r"[0-9]+(_[0-9]+)?")
 _HELD = ("JobHeldUser", "JobHeldAdmin")
 _NODE_GONE = {"DOWN", "ERROR", "UNKNOWN", "FUTURE", "FAIL", "DRAIN", "DRAINED", "DRAINING"}
 _NODE_FLAGS = {
@@ -118,11 +121,11 @@ def _first_error(errors: Any) -> str:
     return ", ".join(word for word in words if isinstance(word, str) and word) or str(first)[:200]
 
 
-def jobs(output: bytes) -> dict[SlurmId, JobStatus]:
+def jobs(output: bytes, what: str = "squeue") -> dict[SlurmId, JobStatus]:
     """``squeue --json``: components folded into their leader, arrays expanded to tasks."""
-    items = document(output, "squeue", "jobs")
+    items = document(output, what, "jobs")
     if items is None:
-        raise SlurmUnavailable(_unreadable("squeue", output))
+        raise SlurmUnavailable(_unreadable(what, output))
     found: dict[SlurmId, JobStatus] = {}
     offsets: defaultdict[SlurmId, dict[int, SlurmId]] = defaultdict(dict)
     try:
@@ -135,7 +138,7 @@ def jobs(output: bytes) -> dict[SlurmId, JobStatus]:
                     status = dataclasses.replace(status, leader=head)
             found |= _tasks(item, raw, status)
     except (ValueError, TypeError) as error:
-        raise SlurmUnavailable(f"squeue's answer cannot be read: {error}") from error
+        raise SlurmUnavailable(f"{what}'s answer cannot be read: {error}") from error
     for leader_id, members in offsets.items():
         if leader_id in found:
             ordered = tuple(raw for _, raw in sorted(members.items()))
@@ -223,6 +226,48 @@ def whole_array(array: SlurmId, found: Mapping[SlurmId, JobStatus]) -> JobStatus
     order = [SlurmState.RUNNING, SlurmState.COMPLETING, SlurmState.PENDING, SlurmState.UNSURE]
     order += [SlurmState.FAILED, SlurmState.TIMEOUT, SlurmState.CANCELLED, SlurmState.COMPLETED]
     return min(members, key=lambda status: order.index(status.state), default=None)
+
+
+def with_forgotten(
+    wanted: Iterable[SlurmId],
+    known: Mapping[SlurmId, JobStatus],
+    ask: Callable[[list[SlurmId]], Mapping[SlurmId, JobStatus]],
+) -> dict[SlurmId, JobStatus]:
+    """``known``, and of those that slurmctld has forgotten what accounting answers to ``ask``.
+
+    A job is left out only if both answered and neither knows it.
+    """
+    found: dict[SlurmId, JobStatus] = {}
+    missing: list[SlurmId] = []
+    for job in wanted:
+        status = known.get(job) or whole_array(job, known)
+        if status is not None:
+            found[job] = status
+        elif ID.fullmatch(job):
+            missing.append(job)
+    if not missing:
+        return found
+    try:
+        ended = ask(missing)
+    except SlurmUnavailable as error:
+        words = f"slurmctld has forgotten it, and {error.sentence}"
+        return found | dict.fromkeys(missing, JobStatus(state=SlurmState.UNSURE, reason=words))
+    for job in missing:
+        status = ended.get(job) or whole_array(job, ended)
+        if status is not None:
+            found[job] = status
+    return found
+
+
+def forgotten(status: JobStatus) -> JobStatus:
+    """What accounting says of a job that slurmctld has forgotten.
+
+    One that it calls alive is ``UNSURE``: slurmctld knows better, and does not know it.
+    """
+    if status.state in ENDED:
+        return status
+    words = f"accounting says {status.word}, slurmctld has forgotten it"
+    return dataclasses.replace(status, state=SlurmState.UNSURE, reason=words, held=False)
 
 
 def with_command(output: bytes, script: str) -> SlurmId | None:

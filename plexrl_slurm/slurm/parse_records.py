@@ -9,7 +9,7 @@ from collections import defaultdict
 
 from plexrl_slurm.core.errors import SlurmUnavailable
 from plexrl_slurm.core.ids import SlurmId
-from plexrl_slurm.slurm.parse import state_of
+from plexrl_slurm.slurm.parse import forgotten, state_of
 from plexrl_slurm.slurm.parse_words import exit_pair, hosts, tasks, tres_gpus
 from plexrl_slurm.slurm.port import ENDED, JobStatus, PastJob, SlurmState
 
@@ -106,19 +106,15 @@ def past(output: bytes, separator: str) -> dict[SlurmId, tuple[PastJob, ...]]:
 
 
 def ended(output: bytes, separator: str) -> dict[SlurmId, JobStatus]:
-    """Jobs that slurmctld has forgotten, as accounting has them.
-
-    One that accounting calls alive is ``UNSURE``: slurmctld knows better, and does not know it.
-    """
+    """Jobs that slurmctld has forgotten, as accounting has them."""
     found: dict[SlurmId, JobStatus] = {}
     for row in _rows(output, separator):
         word, state = state_of(row["State"])
         leader, plus, offset = row["JobID"].partition("+")
         for job, array, task in _ids(row):
-            found[job] = JobStatus(
-                state=state if state in ENDED else SlurmState.UNSURE,
+            status = JobStatus(
+                state=state,
                 exit_code=exit_pair(row["ExitCode"]) if state in ENDED else None,
-                reason="" if state in ENDED else f"accounting says {word}, slurmctld forgot it",
                 uid=_whole(row["UID"]) if row["UID"].isdecimal() else None,
                 word=word,
                 name=row["JobName"],
@@ -136,6 +132,7 @@ def ended(output: bytes, separator: str) -> dict[SlurmId, JobStatus]:
                 array_id=array,
                 array_task=task,
             )
+            found[job] = forgotten(status)
     return found
 
 
