@@ -127,6 +127,17 @@ def test_components_and_incarnations_are_added_up(held: Session) -> None:
     assert found["agrees"] == "no"
 
 
+def test_a_hold_that_lost_a_node_is_counted_with_what_it_had(held: Session) -> None:
+    # As sacct gives it: RUNNING first, RESIZING when the node is lost, then fewer GPUs.
+    say_usage(held, 0, None, gpus=4, asked=300)
+    say_usage(held, 0, 400, gpus=4)
+    say_usage(held, 400, 600, gpus=2)
+    assert usage(held)[0][2:4] == (at(400), 400 * SECOND)
+    found = reconcile(held)
+    assert (found["components"], found["incarnations"]) == (1, 2)
+    assert (found["sacct_gpu_us"], found["agrees"]) == (2_000 * SECOND, "yes")
+
+
 def test_of_a_running_hold_both_are_taken_up_to_one_instant(held: Session) -> None:
     say_usage(held, 0, None, asked=500)
     assert (reconcile(held)["ledger_gpu_us"], reconcile(held)["sacct_gpu_us"]) == (10**9, 10**9)
