@@ -31,6 +31,9 @@ _GRACE_S: Final = 3.0
 #: How often a job is looked for that may still come.
 _LOOKS: Final = 3
 _PIECE: Final = 1 << 16
+#: Characters of what it said.
+_REMEMBERED: Final = 2000
+_ERROR: Final = re.compile(rb"\w+: (error|fatal): ")
 
 
 def program(name: str, environment: Mapping[str, str]) -> str:
@@ -92,8 +95,15 @@ class Sbatch:
     """One sbatch that runs: its words are passed on as they come."""
 
     def __init__(
-        self, argv: Sequence[str], environment: Mapping[str, str], stdin: bytes | None
+        self,
+        argv: Sequence[str],
+        environment: Mapping[str, str],
+        stdin: bytes | None,
+        *,
+        quiet: bool = False,
     ) -> None:
+        self._quiet = quiet
+        self._printing = not quiet
         script = None if stdin is None else _in_memory(stdin)
         try:
             # In a session of its own: ctrl-C does not cut it off in the middle, and Slurm knows
@@ -115,6 +125,7 @@ class Sbatch:
         self.out = b""
         #: What it has told the user, the end of it.
         self.words = ""
+        self._rest = b""
         self._waiting = selectors.DefaultSelector()
         for stream in (self._process.stdout, self._process.stderr):
             if stream is not None:
@@ -129,12 +140,12 @@ class Sbatch:
                 return None
         return match[1].decode()
 
-    def run(self, timeout_s: float | None, *, silent: bool = False) -> int:
+    def run(self, timeout_s: float | None) -> int:
         """Its exit code when it has ended; what it prints is passed on."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
         try:
             while True:
-                if self.out and not silent:
+                if self.out and self._printing:
                     click.echo(self.out, nl=False)
                 self.out = b""
                 if not self._read(until):
@@ -143,6 +154,10 @@ class Sbatch:
         finally:
             self.end()
         return code if code >= 0 else 128 - code
+
+    def mute(self) -> None:
+        """What it prints is not for the user; what it complains about is."""
+        self._printing = False
 
     def end(self) -> None:
         """Kill it, if it still runs."""
@@ -168,9 +183,16 @@ class Sbatch:
             elif key.fileobj is self._process.stdout:
                 self.out += piece
             else:
-                click.echo(piece, nl=False, err=True)
-                self.words = (self.words + piece.decode(errors="replace"))[-2000:]
+                self._pass_on(piece)
         return True
+
+    def _pass_on(self, piece: bytes) -> None:
+        self.words = (self.words + piece.decode(errors="replace"))[-_REMEMBERED:]
+        if self._quiet:
+            lines = (self._rest + piece).split(b"\n")
+            self._rest = lines.pop()
+            piece = b"".join(line + b"\n" for line in lines if _ERROR.match(line))
+        click.echo(piece, nl=False, err=True)
 
 
 def _in_memory(data: bytes) -> int:
@@ -198,7 +220,8 @@ class Submission:
     #: False for an array: each task gets its own, when it starts.
     with_credentials: bool
     waits: bool
-    silent: bool
+    #: Nothing but errors is for the user.
+    quiet: bool
 
     def run(self) -> int:
         """sbatch's exit code, or the job's if sbatch waits for it."""
@@ -210,7 +233,8 @@ class Submission:
             number: str | None = None
             try:
                 argv = self.argv(tuple(given))
-                sbatch = Sbatch(argv, {**self.environment, **given}, self.stdin)
+                environment = {**self.environment, **given}
+                sbatch = Sbatch(argv, environment, self.stdin, quiet=self.quiet)
                 number = self._number(sbatch)
                 if number is not None:
                     self.client.bind(job_id, number)
@@ -264,8 +288,8 @@ class Submission:
         if self.app.json:
             facts = {key: self.body[key] for key in ("name", "partition", "models")}
             self.app.answer({"job_id": job_id, "slurm_id": number, **facts}, "")
-        quiet = self.silent or self.app.json
-        return sbatch.run(None if self.waits else self._timeout_s, silent=quiet)
+            sbatch.mute()
+        return sbatch.run(None if self.waits else self._timeout_s)
 
     def _undo(
         self, sbatch: Sbatch | None, job_id: int, number: str | None, error: BaseException

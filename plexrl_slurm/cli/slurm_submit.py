@@ -238,7 +238,7 @@ def submit_with_slurm(plan: Plan) -> int:
             stdin=stdin,
             with_credentials=not plan.is_array(),
             waits=plan.has("wait") or "SBATCH_WAIT" in os.environ,
-            silent=_is_silent(plan),
+            quiet=plan.has("quiet"),
         ).run()
 
 
@@ -347,20 +347,16 @@ def _gpu(option: Option) -> bool:
     return without_gpus(option.name, option.value)[0]
 
 
-def _is_silent(plan: Plan) -> bool:
-    """Whether sbatch would not even tell the number."""
-    return plan.has("quiet") and not plan.has("parsable")
-
-
 def _options(plan: Plan, names: Sequence[str], *, bare: bool = False) -> list[str]:
     """The user's options, ours among them taken out, and what we add.
 
     ``names`` are the variables of the environment that the job needs.
     """
-    ours = _partition_is_ours(plan)
+    # A quiet sbatch does not tell us the number either: we are quiet in its place.
+    gone = {*_OWN, "quiet", *(("partition",) if _partition_is_ours(plan) else ())}
 
     def change(option: Option) -> tuple[str, ...]:
-        if option.name in _OWN or (ours and option.name == "partition"):
+        if option.name in gone:
             return ()
         asked, rest = without_gpus(option.name, option.value)
         if not asked:
@@ -377,8 +373,6 @@ def _options(plan: Plan, names: Sequence[str], *, bare: bool = False) -> list[st
             words.append("--hold")
         if plan.slurm.controller_partition:
             words.append(f"--partition={plan.slurm.controller_partition}")
-        if _is_silent(plan):
-            words.append("--parsable")
         export = plan.given("export", "SBATCH_EXPORT")
         if names and export is not None:
             words.append(f"--export={exported(export, names)}")
@@ -403,7 +397,7 @@ def _script(plan: Plan, head: ScriptHead, stack: ExitStack) -> tuple[list[str], 
     if plan.line.has("wrap"):
         return [], None
     hide = _partition_is_ours(plan) and not plan.slurm.controller_partition
-    text = head.without("partition") if hide else head.without()
+    text = head.without("quiet", *(("partition",) if hide else ()))
     if plan.stdin is not None:
         return [], encoded(text)
     if text is head.text:
