@@ -5,6 +5,8 @@ import shlex
 import signal
 import sys
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any, NoReturn
@@ -26,6 +28,7 @@ from plexrl_slurm.cli.submit import (
 )
 from plexrl_slurm.cli.wait import wait_for_end
 from plexrl_slurm.core.errors import BadInput
+from plexrl_slurm.settings import Site
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -46,13 +49,9 @@ def run(app: App, /, command: tuple[str, ...], **given: Any) -> int:
     if site.backend == "slurm":
         from plexrl_slurm.cli.inside import run_inside, slurm_id_of
 
-        slurm_id = slurm_id_of(os.environ)
-        if slurm_id is None:
-            raise BadInput(
-                f"there is no Slurm job around this command: submit it with `plexrl sbatch "
-                f"--wrap`, or run it inside a job (srun plexrl run -p {site.partition} -- ...)"
-            )
-        run_inside(site, slurm_id, command, given)
+        if (slurm_id := slurm_id_of(os.environ)) is not None:
+            run_inside(site, slurm_id, command, given)
+        return _with_slurm(app, site, command, given)
     with tempfile.TemporaryDirectory(prefix="plexrl-run-") as folder, Client(site) as client:
         files = (Path(folder) / "out", Path(folder) / "err")
         slowdown = given["max_slowdown"]
@@ -75,6 +74,50 @@ def run(app: App, /, command: tuple[str, ...], **given: Any) -> int:
         for file in files:
             file.touch()
         return _follow(app, client, submit(client, slurm_of(site), request), files)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Listener(App):
+    """Keeps the answer of another command instead of printing it."""
+
+    heard: dict[str, Any] = field(default_factory=dict)
+
+    def answer(self, value: Any, text: str | Callable[[], str]) -> None:
+        self.heard.update(value)
+
+
+def _with_slurm(app: App, site: Site, command: tuple[str, ...], given: dict[str, Any]) -> int:
+    """The same path as ``plexrl sbatch``; the output goes through files where the job can write."""
+    from plexrl_slurm.cli.slurm_submit import prepare, submit_with_slurm
+
+    with tempfile.TemporaryDirectory(prefix=".plexrl-run-", dir=Path.cwd()) as folder:
+        files = (Path(folder) / "out", Path(folder) / "err")
+        for file in files:
+            file.touch()
+        options = {
+            "wrap": f"exec {shlex.join(command)}",
+            "output": str(files[0]),
+            "error": str(files[1]),
+            "job-name": given["job_name"] or Path(command[0]).name,
+            "account": given["account"],
+            "seed": given["seed"],
+            "plexrl-priority": given["priority"],
+            "max-slowdown": given["max_slowdown"],
+        }
+        words = [f"--{name}={value}" for name, value in options.items() if value is not None]
+        words += [f"--model={model}" for model in given["models"]]
+        listener = _Listener(config=site.path, partition=site.partition, json=True)
+        plan, _ = prepare(listener, words)
+        if plan is None:
+            raise BadInput(f"{site.path} names no Slurm any more: try again")
+        code = submit_with_slurm(plan)
+        if "slurm_id" not in listener.heard:
+            return code or 1
+        job = Submitted(
+            job_id=int(listener.heard["job_id"]), slurm_id=str(listener.heard["slurm_id"])
+        )
+        with Client(site) as client:
+            return _follow(app, client, job, files)
 
 
 def _follow(app: App, client: Client, job: Submitted, files: tuple[Path, Path]) -> int:

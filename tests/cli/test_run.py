@@ -257,11 +257,3 @@ def test_a_program_of_another_machine_is_taken_back(daemon: FakeDaemon, on_slurm
     assert process.returncode == 65
     assert "./foreign cannot be run here: Exec format error" in err
     assert "POST /jobs/7/cancel" in daemon.routes()
-
-
-def test_outside_a_slurm_job_the_ways_are_named(daemon: FakeDaemon, on_slurm: Path) -> None:
-    with start(on_slurm, "--", "true", job={}) as process:
-        _, err = process.communicate(timeout=20)
-    assert process.returncode == 65
-    assert "there is no Slurm job around this command" in err
-    assert daemon.routes() == []
