@@ -142,6 +142,13 @@ FEWER: list[Case] = [
      [up(), up("h2", left_s=301)], NOBODY, []),
     ("the most was lowered: then they are drained", replace(RULES, max=1, renewal=Renewal.REPLACE),
      [up(left_s=300), up("h2", left_s=299)], NOBODY, [drain("h2"), to_replace("h1"), drain("h1")]),
+    ("the most was lowered: a draining one is not wanted back", replace(RULES, max=1),
+     [up(), up("h2", **_DRAINED)], waits(1), [release("h2")]),
+    ("an empty one that nears its limit has no room",
+     replace(RULES, min=0, renewal=Renewal.EXTEND),
+     [up(left_s=290, idle_s=5, extend_refused=True)], waits(), [drain("h1"), SUBMIT]),
+    ("one that starts and drains does not come", replace(REPLACE, min=0),
+     [up(ready=False, left_s=200, **_DRAINING)], waits(), [SUBMIT]),
     ("an idle one too many is not renewed", ELASTIC, [up(), up("h2", idle_s=5, left_s=800)], NOBODY,
      []),
 ]  # fmt: skip
