@@ -4,6 +4,7 @@ import os
 import pwd
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -206,13 +207,21 @@ def _carry_out(steps: list[Step], *, dry_run: bool) -> list[Step]:
     for step in writing:
         if step.state != "beside" or _text(step.target) != step.file.text:
             _write(step.target, step.file)
-    # slurmctld looks at this one's time only.
     changed = any(step.target.name == "plexrl.lua" for step in writing)
     for step in steps:
         loader = step.target.with_name("job_submit.lua")
         if changed and step.file.merge and "plexrl.lua" in _text(loader):
-            os.utime(loader)
+            _touch(loader)
     return steps
+
+
+def _touch(loader: Path) -> None:
+    """Make slurmctld read its script again.
+
+    It looks at this file's time only, in whole seconds, and wants one after its last look.
+    """
+    stamp = int(max(time.time(), loader.stat().st_mtime)) + 1
+    os.utime(loader, (stamp, stamp))
 
 
 def _check_writable(target: Path) -> None:

@@ -194,7 +194,10 @@ def test_a_gpus_field_of_65534_is_no_request(lua: Lua) -> None:
     ("fields", "words"),
     [
         pytest.param({"script": None}, "takes batch scripts only", id="srun"),
-        pytest.param({"het_job_offset": 1}, "no heterogeneous jobs", id="het"),
+        pytest.param({"het_job_offset": 0}, "no heterogeneous jobs", id="het"),
+        pytest.param(
+            {"het_job_offset": 1, "script": None}, "no heterogeneous jobs", id="het component"
+        ),
         pytest.param({"partition": "cpu,rlvr"}, "name one partition", id="two partitions"),
         pytest.param({"priority": 0}, "--hold is not possible", id="hold"),
     ],
