@@ -115,6 +115,8 @@ class World:
         self.records: dict[CallId, Record] = {}
         self.truth: dict[tuple[DeploymentId, int, int], str] = {}
         self.charges: dict[WpgId, list[Charge]] = defaultdict(list)
+        #: WPGs that are held, and since when.
+        self.held_us = {wpg.id: self.now for wpg in wpgs}
         self.events: list[AnyEvent | int] = []
         self.log: list[AnyInstruction] = []
         self._heap: list[tuple[int, int, Callable[[], object]]] = []
@@ -173,24 +175,29 @@ class World:
     def carry_out(self, instructions: list[AnyInstruction]) -> None:
         self.log += instructions
         for order in instructions:
-            match order:
-                case Run():
-                    self.start_run(order)
-                case Switch() | SaveImage():
-                    self.start_move(order)
-                case Finish(call=call, ok=ok):
-                    record = self.records[call]
-                    assert record.finished is None, f"{call} was answered twice"
-                    record.finished, record.ended_us = ok, self.now
-                    waiter = self.waiters.pop(call, None)
-                    if waiter is not None:
-                        self.after(0, waiter)
-                case Charge():
-                    self.charges[order.wpg].append(order)
-                case WakeAt(at_us=at_us):
-                    self.after(max(0, at_us - self.now), self.tick)
-                case Forget(deployment=name, progress=progress):
-                    assert self.images[name][0] == progress
+            self.perform(order)
+
+    def perform(self, order: AnyInstruction) -> None:
+        match order:
+            case Run():
+                self.start_run(order)
+            case Switch() | SaveImage():
+                self.start_move(order)
+            case Finish(call=call, ok=ok):
+                record = self.records[call]
+                assert record.finished is None, f"{call} was answered twice"
+                record.finished, record.ended_us = ok, self.now
+                waiter = self.waiters.pop(call, None)
+                if waiter is not None:
+                    self.after(0, waiter)
+            case Charge():
+                self.charges[order.wpg].append(order)
+            case WakeAt(at_us=at_us):
+                self.after(max(0, at_us - self.now), self.tick)
+            case Forget(deployment=name, progress=progress):
+                assert self.images[name][0] == progress
+            case _:
+                raise AssertionError(f"nobody asked for {order}")
 
     def tick(self) -> None:
         if self.daemon:
@@ -331,10 +338,10 @@ class World:
         self.log.clear()
         #: Whether the gangs know the progress of their states.
         tells = self.rng.random() < 0.5
-        for device in self.devices.values():
-            booked = self.charges[device.wpg.id]
-            at_us = booked[-1].stop_us if booked else SECOND
-            self.send(WpgHeld(wpg=device.wpg, at_us=at_us, cause=CAUSE))
+        for wpg, since_us in self.held_us.items():
+            booked = self.charges[wpg]
+            at_us = booked[-1].stop_us if booked else since_us
+            self.send(WpgHeld(wpg=self.devices[wpg].wpg, at_us=at_us, cause=CAUSE))
         for name, deployment in self.deployments.items():
             if name in self.dropped:
                 continue
@@ -352,15 +359,7 @@ class World:
                 if record.call.deployment == name and record.finished is None:
                     seq = record.call.seq
                     record.effect = has[1] if has[0] == seq else record.effect * (has[0] > seq)
-            self.send(
-                DeploymentPlaced(
-                    deployment=deployment,
-                    image=progress,
-                    applied=applied,
-                    at_us=self.now,
-                    cause=CAUSE,
-                )
-            )
+            self.send(self.placed(deployment, progress, applied))
         for record in self.records.values():
             if record.call.deployment not in self.dropped:
                 self.say_again(record)
@@ -381,6 +380,19 @@ class World:
                 for order, ok in ended:
                     self.answer_run(order, ok)
 
+    def placed(
+        self, deployment: Deployment, image: tuple[int, int] | None, applied: tuple[int, int]
+    ) -> DeploymentPlaced:
+        """What a new daemon says of a deployment."""
+        return DeploymentPlaced(
+            deployment=deployment, image=image, applied=applied, at_us=self.now, cause=CAUSE
+        )
+
+    def kept_from(self, name: DeploymentId) -> int:
+        """The first seq whose body the spool still has."""
+        image = self.images.get(name)
+        return 0 if image is None else image[0][0]
+
     def answered(self, name: DeploymentId) -> tuple[int, int]:
         """One past the last call that has an answer."""
         mine = [r for r in self.records.values() if r.call.deployment == name]
@@ -400,8 +412,7 @@ class World:
         call, done = record.call, record.finished is not None
         if done and call.kind is FunctionKind.SAMPLE:
             return
-        image = self.images.get(call.deployment)
-        if done and image is not None and call.seq < image[0][0]:
+        if done and call.seq < self.kept_from(call.deployment):
             return
         if record.finished is False:
             parts = record.effect if call.kind in WRITES else 0
@@ -455,10 +466,10 @@ class World:
 
     def close(self) -> None:
         """Release every WPG and audit the books."""
-        for device in self.devices.values():
+        for wpg in list(self.held_us):
             self.now += 1
-            self.send(WpgReleased(wpg=device.wpg.id, at_us=self.now, cause=CAUSE))
-            self.audit(device.wpg, SECOND, self.now)
+            self.send(WpgReleased(wpg=wpg, at_us=self.now, cause=CAUSE))
+            self.audit(self.devices[wpg].wpg, self.held_us[wpg], self.now)
 
     def audit(self, wpg: Wpg, start_us: int, stop_us: int) -> None:
         """Charges partition the time held."""
