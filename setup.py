@@ -18,7 +18,7 @@ setup(
     long_description_content_type="text/markdown",
     python_requires=">=3.11",
     packages=find_namespace_packages(include=["plexrl_slurm", "plexrl_slurm.*"]),
-    package_data={"": ["py.typed", "*.j2", "*.sql", "*.mako"]},
+    package_data={"": ["py.typed", "*.j2", "*.sql", "*.mako", "*.c"]},
     install_requires=[
         "alembic>=1.13",
         "click>=8.1",

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,7 +83,7 @@ def install(app: App, prefix: Path, dry_run: bool) -> None:
     notes: list[str] = []
     trusted = _numbers(partitions, notes)
     conf = _conf(settings)
-    files = site_files(
+    wanted = site_files(
         partitions,
         folder=path.parent,
         conf=conf,
@@ -90,7 +91,7 @@ def install(app: App, prefix: Path, dry_run: bool) -> None:
         user=user,
         trusted=trusted,
     )
-    steps = _carry_out([_step(file, prefix) for file in files], dry_run=dry_run)
+    steps = _carry_out([_step(file, prefix) for file in wanted], dry_run=dry_run)
     lines = conf_lines(_text(conf), conf.with_name("plexrl_task_prolog.sh"))
     for step in steps:
         if step.state == "beside":
@@ -107,7 +108,16 @@ def install(app: App, prefix: Path, dry_run: bool) -> None:
         f"start it: systemctl daemon-reload && systemctl enable --now plexrl-partitiond@{path.stem}"
     )
     if not all(line.present for line in lines):
-        notes.append("after a change of slurm.conf: restart slurmctld, then scontrol reconfigure")
+        notes.append(
+            "after a change of slurm.conf: scontrol reconfigure, and for AccountingStorage* "
+            "restart slurmctld"
+        )
+    plugin = conf.with_name("plexrl_spank.so")
+    source = files("plexrl_slurm.slurm") / "spank" / "plexrl.c"
+    notes.append(
+        f"if users shall write sbatch --plexrl-model=NAME instead of #PLEXRL lines: gcc -O2 "
+        f"-shared -fPIC -o {plugin} {source}, and in plugstack.conf: optional {plugin}"
+    )
     _report(app, steps, lines, account_commands(settings, user), notes, dry_run=dry_run)
 
 

@@ -167,6 +167,18 @@ def test_an_unknown_model_is_refused_with_the_known_ones(lua: Lua) -> None:
     assert "admin_comment" not in answer["job"]
 
 
+def test_models_of_the_spank_option_are_added(lua: Lua) -> None:
+    handed_on = ["_SLURM_SPANK_OPTION_x=y", "PLEXRL_MODEL=judge,tiny"]
+    answer = lua.submit(spank_job_env=handed_on)
+    assert answer["job"]["admin_comment"] == "plexrl:1:rlvr:model=tiny;model=judge"
+    wrong = lua.submit(spank_job_env=["PLEXRL_MODEL=huge"])
+    assert wrong["said"] == [
+        "plexrl: --plexrl-model: unknown model 'huge'; this partition offers: tiny, judge"
+    ]
+    elsewhere = lua.submit(spank_job_env=handed_on, partition="gpu", script="#!/bin/sh\ntrue\n")
+    assert elsewhere["said"][0].startswith("plexrl: --plexrl-model has no effect in this partition")
+
+
 def test_gpu_requests_are_taken_out_with_a_notice_and_other_resources_stay(lua: Lua) -> None:
     answer = lua.submit(
         tres_per_job="gres:gpu:4",

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
+from importlib.resources import files
 from typing import Any
 
 import pytest
@@ -286,6 +287,27 @@ def test_the_rules_of_the_site_come_first(site: Site) -> None:
         assert site.shown(job, "AdminComment").startswith("plexrl:1:rlvr:")
     finally:
         site.put(ours)
+
+
+def test_the_spank_option_declares_models(site: Site) -> None:
+    source = files("plexrl_slurm.slurm") / "spank" / "plexrl.c"
+    plugin = site.conf_dir / "plexrl_spank.so"
+    argv = ["gcc", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-o", str(plugin)]
+    subprocess.run([*argv, str(source)], check=True, timeout=60)
+    stack = site.conf_dir / "plugstack.conf"
+    stack.write_text(f"optional {plugin}\n")
+    try:
+        options = ("-p", "rlvr", "--export=NONE", "--plexrl-model=tiny")
+        job = site.cluster.sbatch(ALICE, *options, script="#!/bin/sh\ntrue\n")
+        assert read_mark(site.shown(job, "AdminComment")) == Marked(
+            partition="rlvr", models=("tiny",)
+        )
+        said = site.refused("sbatch", "-p", "rlvr", "--plexrl-model=tiny", "--plexrl-model=x")
+        assert "--plexrl-model: unknown model 'x'; this partition offers: tiny" in said
+        in_script = SCRIPT.replace("#PLEXRL", "#SBATCH --plexrl-model=\n#PLEXRL")
+        assert "--plexrl-model needs a name" in site.refused("sbatch", script=in_script)
+    finally:
+        stack.write_text("")
 
 
 def test_slurms_accounting_takes_the_printed_commands(site: Site) -> None:
