@@ -1,6 +1,5 @@
 """Addresses in a partition's settings: the database's URL, where the API listens, TLS."""
 
-import ipaddress
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -42,12 +41,21 @@ def listen_address(value: object) -> tuple[str, int]:
             f'{given!r} is not host:port: write "127.0.0.1:8421" (port 0: any free one)'
         )
     try:
-        _ = host == "localhost" or ipaddress.ip_address(host)
+        is_loopback(host)
     except ValueError:
         raise ValueError(
             f'{host!r} is not an IP address: write "127.0.0.1:{port}" or "[::1]:{port}"'
         ) from None
     return host, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches it; ``ValueError`` if it is no address."""
+    if host in ("127.0.0.1", "localhost", "::1"):
+        return True
+    import ipaddress  # takes longer than to read the whole file
+
+    return ipaddress.ip_address(host).is_loopback
 
 
 def public_url(value: object) -> str:
@@ -71,8 +79,7 @@ def check_tls(report: Report, values: Mapping[str, Any]) -> None:
     if ("tls_cert" in values) != ("tls_key" in values):
         report.bad("partition.tls_cert", "tls_cert and tls_key belong together: give both")
     host, port = values.get("listen", ("127.0.0.1", 0))
-    loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    if not loopback and "tls_cert" not in values:
+    if not is_loopback(host) and "tls_cert" not in values:
         report.bad(
             "partition.listen",
             f"{host} can be reached from outside, and the API sends tokens without TLS: give "

@@ -12,23 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from plexrl_slurm.addresses import (
-    check_tls,
-    database_url,
-    listen_address,
-    public_url,
-    url_of,
-)
 from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import BadConfig, BadInput
 from plexrl_slurm.model_folder import DTYPES, read_model_folder
-from plexrl_slurm.slurm_settings import (
-    HoldSettings,
-    SlurmSettings,
-    check_shapes,
-    read_hold,
-    read_slurm,
-)
+from plexrl_slurm.slurm_settings import HoldSettings, check_shapes, read_hold
 from plexrl_slurm.tomlcheck import (
     Report,
     Table,
@@ -36,15 +23,17 @@ from plexrl_slurm.tomlcheck import (
     as_bytes,
     as_count,
     as_name,
-    as_seconds,
     as_switch,
     as_text,
     load,
     mapping,
     one_of,
 )
+from plexrl_slurm.whereabouts import Site as Site
+from plexrl_slurm.whereabouts import SlurmSettings as SlurmSettings
+from plexrl_slurm.whereabouts import read_partition, read_slurm
+from plexrl_slurm.whereabouts import read_site as read_site
 
-POLICIES: Final = ("hrrs", "fifo", "drain_first", "round_robin")
 #: Pool in which each engine works.
 ENGINE_POOLS: Final[Mapping[str, str]] = {
     "deepspeed": "train",
@@ -155,31 +144,15 @@ class Settings:
         """Where the local Slurm adapter keeps its jobs."""
         return self.state_dir / "local"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
-    """The little that the CLI needs to find a partition: read without looking at any model."""
-
-    partition: str
-    state_dir: Path
-    database_url: str
-    backend: str
-    path: Path
-    #: Where the API listens; "": only the daemon knows (a port that it chose).
-    url: str = ""
-    tls_ca: Path | None = None
-    #: ``None`` with the local backend.
-    slurm: SlurmSettings | None = None
+    @property
+    def durable_dir(self) -> Path:
+        """Where images lie that outlive the nodes; seen by all of them."""
+        return self.state_dir / "durable"
 
     @property
-    def socket(self) -> Path:
-        """The unix socket that the daemon listens on."""
-        return self.state_dir / "api.sock"
-
-    @property
-    def jobs_dir(self) -> Path:
-        """Where the local Slurm adapter keeps its jobs."""
-        return self.state_dir / "local"
+    def snapshots_dir(self) -> Path:
+        """Where sampling weights lie if training and rollout are on different nodes."""
+        return self.state_dir / "snapshots"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,35 +175,6 @@ def read(path: Path) -> Settings:
     return findings.settings
 
 
-def read_site(path: Path) -> Site:
-    """Only where the partition's daemon and database are."""
-    data, content = load(path)
-    report = Report(content)
-    values = _partition(report, data, path.absolute().parent)
-    hold = mapping(report, data, "hold")
-    backend = str(hold.get("backend", "local"))
-    slurm = None
-    if backend == "slurm":
-        slurm = read_slurm(
-            report,
-            mapping(report, data, "slurm"),
-            path.absolute().parent,
-            values.get("partition", ""),
-        )
-    if not values.keys() >= {"partition", "state_dir"}:
-        raise BadConfig(str(path), report.sentences())
-    return Site(
-        partition=values["partition"],
-        state_dir=values["state_dir"],
-        database_url=values.get("database_url", ""),
-        backend=backend,
-        path=path.absolute(),
-        url=values.get("url") or url_of(values),
-        tls_ca=values.get("tls_ca"),
-        slurm=slurm,
-    )
-
-
 def check(path: Path) -> Findings:
     """Find every mistake in ``path``, in the machine's state too, and all at once."""
     try:
@@ -240,7 +184,7 @@ def check(path: Path) -> Findings:
     report = Report(content)
     report.unknown("", data, ("partition", "hold", "slurm", "wpg", "model"))
     folder = path.absolute().parent
-    values = _partition(report, data, folder)
+    values = read_partition(report, data, folder)
     hold = read_hold(report, mapping(report, data, "hold"))
     slurm = None
     if hold.backend == "slurm":
@@ -279,35 +223,6 @@ def check(path: Path) -> Findings:
 
 
 # ---- the tables ---------------------------------------------------------------------------
-
-
-def _partition(report: Report, data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    def path(value: object) -> Path:
-        return (folder / Path(as_text(value)).expanduser()).resolve()
-
-    table = Table(report, "partition", mapping(report, data, "partition"))
-    table.take("name", as_name, to="partition")
-    table.take("state_dir", path)
-    table.take("host_dir", path)
-    table.take("host_bytes", as_bytes)
-    table.take("database_url", lambda value: database_url(value, folder), required=False)
-    table.take("policy", one_of("policy", POLICIES), required=False)
-    table.take("hold_seconds", as_seconds, to="hold_us", required=False)
-    table.take("image_every", as_count, required=False)
-    table.take("max_part_tokens", as_count, required=False)
-    table.take("session_timeout_seconds", as_seconds, to="session_timeout_us", required=False)
-    table.take("listen", listen_address, required=False)
-    table.take("url", public_url, required=False)
-    for name in ("tls_cert", "tls_key", "tls_ca"):
-        table.take(name, path, required=False)
-    table.finish()
-    values = table.values
-    check_tls(report, values)
-    if "listen" in values:
-        values["listen_host"], values["listen_port"] = values.pop("listen")
-    if "state_dir" in values:
-        values.setdefault("database_url", f"sqlite:///{values['state_dir']}/plexrl.sqlite")
-    return values
 
 
 def _wpg(report: Report, key: str, data: Mapping[str, Any]) -> WpgSettings | None:

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 from plexrl_slurm.tomlcheck import (
@@ -15,9 +14,10 @@ from plexrl_slurm.tomlcheck import (
     as_seconds,
     as_text,
     one_of,
+    positive_seconds,
 )
+from plexrl_slurm.whereabouts import SlurmSettings as SlurmSettings
 
-ADAPTERS: Final = ("auto", "commands", "pyslurm")
 RENEWALS: Final = ("auto", "extend", "replace")
 BACKENDS: Final = ("local", "slurm")
 #: sbatch options of a component that have a key of their own, or would break the hold.
@@ -26,25 +26,6 @@ _OWN: Final = re.compile(
     r"error|array|requeue|no-requeue|no-kill|hold|parsable|wait|wrap|test-only|dependency)(=|$)"
 )
 _MINUTE_US: Final = 60_000_000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlurmSettings:
-    """``[slurm]``: how to talk to Slurm, and what users find there."""
-
-    adapter: str = "auto"
-    #: ``SLURM_CONF`` of every command; ``None``: Slurm's own default.
-    conf: Path | None = None
-    #: Slurm partition in which controllers run; "": the one that the user names.
-    controller_partition: str = ""
-    #: Slurm partition that a plain ``sbatch -p`` names.
-    partition: str = ""
-    timeout_us: int = 20_000_000
-    poll_us: int = 2_000_000
-    #: ``None``: munge's own default.
-    munge_socket: Path | None = None
-    #: "": the user that the daemon runs as.
-    service_user: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,25 +80,6 @@ class HoldSettings:
     components: tuple[ComponentSettings, ...] = ()
 
 
-def read_slurm(report: Report, data: Mapping[str, Any], folder: Path, name: str) -> SlurmSettings:
-    """``[slurm]``; ``name`` is the partition's."""
-
-    def path(value: object) -> Path:
-        return (folder / Path(as_text(value)).expanduser()).resolve()
-
-    table = Table(report, "slurm", data)
-    table.take("adapter", one_of("adapter", ADAPTERS), required=False)
-    table.take("conf", path, required=False)
-    table.take("controller_partition", as_name, required=False)
-    table.take("partition", as_name, required=False)
-    table.take("timeout_seconds", _positive, to="timeout_us", required=False)
-    table.take("poll_seconds", _positive, to="poll_us", required=False)
-    table.take("munge_socket", path, required=False)
-    table.take("service_user", as_name, required=False)
-    table.finish()
-    return SlurmSettings(**{"partition": name, **table.values})
-
-
 def read_hold(report: Report, data: Mapping[str, Any]) -> HoldSettings:
     """``[hold]`` with its components."""
     table = Table(report, "hold", data)
@@ -132,7 +94,7 @@ def read_hold(report: Report, data: Mapping[str, Any]) -> HoldSettings:
     table.take("exclude_seconds", as_seconds, to="exclude_us", required=False)
     table.take("exclude_after", as_count, required=False)
     table.take("agent_address", as_text, required=False)
-    table.take("agent_timeout_seconds", _positive, to="agent_timeout_us", required=False)
+    table.take("agent_timeout_seconds", positive_seconds, to="agent_timeout_us", required=False)
     table.take("durable_every", as_count, required=False)
     table.take("account", as_name, required=False)
     table.take("qos", as_name, required=False)
@@ -243,13 +205,6 @@ def _counted(gpus: Sequence[int]) -> str:
 
 
 # ---- converters ---------------------------------------------------------------------------
-
-
-def _positive(value: object) -> int:
-    microseconds = as_seconds(value)
-    if microseconds < 100_000:
-        raise ValueError(f"{value!r} is too short: write 0.1 seconds or more")
-    return microseconds
 
 
 def _whole(value: object) -> int:

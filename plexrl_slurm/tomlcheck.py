@@ -1,18 +1,19 @@
 """Read a TOML file table by table and collect everything that is wrong, with key and line."""
 
-import difflib
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from plexrl_slurm.core.errors import BadConfig
 
-_ARRAY = re.compile(r"\[\[\s*([\w.-]+)\s*\]\]")
-_TABLE = re.compile(r"\[\s*([\w.-]+)\s*\]")
-_KEY = re.compile(r"([\w.-]+)\s*=")
-_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*(|B|[KMGT]i?B)")
+#: Not compiled before they are needed: every command imports this.
+_ARRAY = r"\[\[\s*([\w.-]+)\s*\]\]"
+_TABLE = r"\[\s*([\w.-]+)\s*\]"
+_KEY = r"([\w.-]+)\s*="
+_BYTES = r"(\d+(?:\.\d+)?)\s*(|B|[KMGT]i?B)"
 
 
 def load(path: Path) -> tuple[dict[str, Any], str]:
@@ -37,13 +38,13 @@ def key_lines(text: str) -> dict[str, int]:
     counts: dict[str, int] = {}
     prefix = ""
     for number, line in enumerate((raw.strip() for raw in text.splitlines()), start=1):
-        if match := _ARRAY.match(line):
+        if match := re.match(_ARRAY, line):
             counts[match[1]] = counts.get(match[1], -1) + 1
             prefix = f"{match[1]}[{counts[match[1]]}]"
-        elif match := _TABLE.match(line):
+        elif match := re.match(_TABLE, line):
             head, _, rest = match[1].partition(".")
             prefix = f"{head}[{counts[head]}].{rest}" if head in counts and rest else match[1]
-        elif match := _KEY.match(line):
+        elif match := re.match(_KEY, line):
             found.setdefault(f"{prefix}.{match[1]}".lstrip("."), number)
             continue
         else:
@@ -55,6 +56,8 @@ def key_lines(text: str) -> dict[str, int]:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """``did you mean ...``, or the known names."""
+    import difflib  # only for a mistake
+
     known = list(known)
     if close := difflib.get_close_matches(name, known, n=1, cutoff=0.6):
         return f"did you mean {close[0]}?"
@@ -67,7 +70,11 @@ class Report:
     def __init__(self, text: str) -> None:
         self.warnings: list[str] = []
         self._problems: list[tuple[int, str]] = []
-        self._lines = key_lines(text)
+        self._text = text
+
+    @cached_property
+    def _lines(self) -> dict[str, int]:
+        return key_lines(self._text)
 
     def bad(self, key: str, sentence: str) -> None:
         """Note a problem at ``key``, or at the nearest table around it that the file has."""
@@ -192,11 +199,19 @@ def as_seconds(value: object) -> int:
     raise ValueError(f"{value!r} is not a number of seconds, 0 or more")
 
 
+def positive_seconds(value: object) -> int:
+    """A tenth of a second or more, as microseconds."""
+    microseconds = as_seconds(value)
+    if microseconds < 100_000:
+        raise ValueError(f"{value!r} is too short: write 0.1 seconds or more")
+    return microseconds
+
+
 def as_bytes(value: object) -> int:
     """Bytes, from a number or from text such as ``8GiB``."""
     if type(value) is int and value > 0:
         return value
-    match = _BYTES.fullmatch(value.strip()) if isinstance(value, str) else None
+    match = re.fullmatch(_BYTES, value.strip()) if isinstance(value, str) else None
     if match is None or float(match[1]) == 0:
         raise ValueError(f'{value!r} is not a size: write bytes, or text such as "8GiB"')
     unit = match[2].removesuffix("B")
