@@ -94,7 +94,7 @@ def moved(books: Books, old: Lane, event: DeploymentMoved, out: list[AnyInstruct
     """A deployment lives on another WPG from now on."""
     deployment = event.deployment
     tenant = books.homes[deployment.id][1]
-    obstacle = _obstacle(old, tenant)
+    obstacle = why_not_move(old, tenant)
     if obstacle:
         story = (f"[{event.cause}] {obstacle}", *tenant.where.story)
         raise InvalidTransition(f"deployment {deployment.id}", old.id, deployment.wpg, story)
@@ -120,7 +120,7 @@ def moved(books: Books, old: Lane, event: DeploymentMoved, out: list[AnyInstruct
     books.touch(new)
 
 
-def _obstacle(lane: Lane, tenant: Tenant) -> str:
+def why_not_move(lane: Lane, tenant: Tenant) -> str:
     """Why ``tenant`` cannot leave now; "" if it can."""
     if not lane.up:
         return ""

@@ -194,10 +194,10 @@ class Lane:
 
     def alarm_us(self) -> int | None:
         """When it wants to be planned though nothing happens."""
-        ends_us = [] if self.kept_until_us is None else [self.kept_until_us]
-        if self.up and self.copies:
-            ends_us += [tenant.retry_us for tenant in self.copies.values()]
-        return min(ends_us, default=None)
+        if not (self.up and self.copies):
+            return self.kept_until_us
+        retry_us = min(tenant.retry_us for tenant in self.copies.values())
+        return retry_us if self.kept_until_us is None else min(retry_us, self.kept_until_us)
 
     def trains(self) -> bool:
         """Whether what runs is not sampling (or is unknown): it does not share the WPG."""

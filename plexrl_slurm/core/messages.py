@@ -189,7 +189,8 @@ class DeploymentPlaced(Event):
 
     deployment: Deployment
     #: Progress contained in its newest complete host image: calls with
-    #: ``(seq, part) < image`` need no replay. ``None``: no image, replay starts with create.
+    #: ``(seq, part) < image`` need no replay. ``None``: no image, replay starts with create,
+    #: or with ``durable``: a home loads the newer of the two.
     image: tuple[int, int] | None = None
     #: Progress that has taken effect on the device or in the image (after a restart).
     applied: tuple[int, int] = (0, 0)
@@ -203,7 +204,10 @@ class DeploymentMoved(Event):
     """Its home is ``deployment.wpg`` from now on; that WPG need not be held yet.
 
     Waiting calls go along. If the old home is up, nothing runs or moves there and its device
-    has no change of this deployment that is in no image (it is drained, say).
+    has no change of this deployment that is in no image (it is drained, say); else the core
+    raises ``InvalidTransition``, see ``SchedulerCore.why_not_move``. An old home that still
+    lives forgets what it has of it, and copies it to the durable tier no more, before the core
+    hears of the move.
     """
 
     deployment: Deployment

@@ -248,7 +248,8 @@ class Program:
         return self._forget()
 
     def _forget(self) -> list[Entry]:
-        return [self.calls.pop(seq) for seq in sorted(self.calls) if seq < self.floor[0]]
+        first = self.floor[0]
+        return [self.calls.pop(seq) for seq in sorted(self.calls) if seq < first]
 
     def _open_at(self, at: Position | None) -> bool:
         """Whether gradients are pending at ``at``."""

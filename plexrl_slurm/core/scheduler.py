@@ -11,6 +11,7 @@ from plexrl_slurm.core.audit import complaints
 from plexrl_slurm.core.books import Books
 from plexrl_slurm.core.costs import SwitchCosts
 from plexrl_slurm.core.explain import Explanation, WpgView, explain, explain_job, view
+from plexrl_slurm.core.handover import why_not_move
 from plexrl_slurm.core.ids import CallId, CauseId, DeploymentId, JobId, WpgId
 from plexrl_slurm.core.messages import AnyEvent, AnyInstruction, Tick, WakeAt
 from plexrl_slurm.core.planner import Planner
@@ -75,6 +76,11 @@ class SchedulerCore:
         self._armed_us = min(ends_us)
         return [WakeAt(at_us=self._armed_us, cause=cause)]
 
+    def clock_us(self, wpg: WpgId) -> int:
+        """Latest instant that is booked or could be: no later event of ``wpg`` comes before it."""
+        lane = self._books.lanes.get(wpg)
+        return lane.now_us if lane is not None else 0
+
     def check_invariants(self) -> None:
         """Raise if the books contradict each other. For tests, and in production on demand."""
         found = complaints(self._books)
@@ -93,6 +99,11 @@ class SchedulerCore:
         """What happened to its state, oldest first: one line a step, and one a move."""
         home = self._books.homes.get(deployment)
         return () if home is None else home[1].where.story
+
+    def why_not_move(self, deployment: DeploymentId) -> str:
+        """Why :class:`DeploymentMoved` would be refused now; "" if it would not."""
+        home = self._books.homes.get(deployment)
+        return "" if home is None else why_not_move(*home)
 
     def views(self) -> Sequence[WpgView]:
         """What every held WPG does."""

@@ -367,6 +367,10 @@ class NodeWorld(World):
                 self.drains[wpg] = False
                 self.send(WpgDraining(wpg=wpg, at_us=self.now, cause=CAUSE))
 
+    def close(self) -> None:
+        assert not self.drains, "a drain never ended"
+        super().close()
+
     def tick(self) -> None:
         super().tick()
         if self.daemon:

@@ -136,6 +136,17 @@ def test_a_copy_of_a_drain_outlives_the_ranks() -> None:
     assert short(train.persisted(A, (1, 0))) == ["forget a below (1, 0)", "drained train-0"]
 
 
+def test_a_drain_waits_for_a_copy_that_is_known_to_be_complete_but_has_not_ended() -> None:
+    train = durable()
+    train.work(*calls_of("a", CREATE))
+    train.drain()
+    train.switched()
+    train.down()
+    assert short(train.place(A, image=(1, 0), durable=(1, 0))) == ["forget a below (1, 0)"]
+    assert train.up() == []
+    assert short(train.persisted(A, (1, 0))) == ["drained train-0"]
+
+
 def test_a_release_ends_a_drain() -> None:
     train = durable()
     train.work(*calls_of("a", CREATE))
@@ -237,6 +248,7 @@ def test_a_deployment_does_not_leave_while_it_runs_or_moves_or_would_lose_change
     train = durable()
     (create,) = calls_of("a", CREATE)
     train.arrive(create)
+    assert train.core.why_not_move(A.id) == "a call of it runs on train-0"
     with pytest.raises(InvalidTransition, match="a call of it runs on train-0"):
         train.move(A, TRAIN_1)
     with pytest.raises(InvalidTransition, match="train-0 still runs calls"):
@@ -248,6 +260,7 @@ def test_a_deployment_does_not_leave_while_it_runs_or_moves_or_would_lose_change
     with pytest.raises(InvalidTransition, match="still moves state"):
         train.move(A, TRAIN_1)
     train.down()
+    assert train.core.why_not_move(A.id) == ""
     assert train.move(A, TRAIN_1) == [], "nobody needs the leave of a WPG that is down"
 
 

@@ -5,7 +5,7 @@ from tests.core.hand import Hand
 from tests.core.workloads import TRAIN, TRAIN_1, call, sampled, trained
 
 CREATE, FB, OPTIM = FunctionKind.CREATE, FunctionKind.FORWARD_BACKWARD, FunctionKind.OPTIM_STEP
-FORWARD, SAMPLE = FunctionKind.FORWARD, FunctionKind.SAMPLE
+SAMPLE = FunctionKind.SAMPLE
 A, B = trained(1, "a"), trained(2, "b")
 S, T = sampled(1, "s"), sampled(2, "t")
 
