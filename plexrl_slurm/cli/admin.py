@@ -83,11 +83,12 @@ def install(app: App, prefix: Path, dry_run: bool) -> None:
     notes: list[str] = []
     trusted = _numbers(partitions, notes)
     conf = _conf(settings)
+    programs = Path(sys.executable).parent
     wanted = site_files(
         partitions,
         folder=path.parent,
         conf=conf,
-        programs=Path(sys.executable).parent,
+        programs=programs,
         user=user,
         trusted=trusted,
     )
@@ -98,6 +99,12 @@ def install(app: App, prefix: Path, dry_run: bool) -> None:
             notes.append(
                 f"{step.file.path} is the site's own and was left alone: add these lines above "
                 f"its last one:\n{step.file.merge}"
+            )
+    for program in ("python", "plexrl"):
+        if (closed := closed_to_others(programs / program)) is not None:
+            notes.append(
+                f"users and the service cannot run {programs / program}, because only its owner "
+                f"may enter {closed}: install PlexRL, and its Python, where all may read"
             )
     if not settings.slurm.controller_partition:
         notes.append(
@@ -178,6 +185,13 @@ def _numbers(partitions: Sequence["Settings"], notes: list[str]) -> list[int]:
 def _conf(settings: "Settings") -> Path:
     assert settings.slurm is not None
     return settings.slurm.conf or Path(os.environ.get("SLURM_CONF", DEFAULT_CONF))
+
+
+def closed_to_others(program: Path) -> Path | None:
+    """The first folder on the way to ``program`` that not everybody may enter."""
+    ways = (program.absolute(), program.resolve())
+    folders = (folder for way in ways for folder in reversed(way.parents))
+    return next((each for each in folders if each.exists() and not each.stat().st_mode & 1), None)
 
 
 def _text(path: Path) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from plexrl_slurm.cli.admin import closed_to_others
 from plexrl_slurm.cli.main import cli
 from plexrl_slurm.settings import check
 from plexrl_slurm.slurm.templates import fill
@@ -258,3 +259,15 @@ def test_who_may_not_write_is_told_so_and_nothing_is_written(
     assert done.exit_code == 77
     assert "run this as root, or give --prefix DIR" in done.stderr
     assert not site.slurm.exists()
+
+
+def test_a_program_that_users_cannot_reach_is_found(tmp_path: Path) -> None:
+    assert closed_to_others(Path("/usr/bin/env")) is None
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o700)
+    link = closed / "env"
+    link.symlink_to("/usr/bin/env")
+    first = closed_to_others(link)
+    assert first is not None
+    assert first in link.parents
+    assert first.stat().st_mode & 1 == 0
