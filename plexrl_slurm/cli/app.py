@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 import click
 
 from plexrl_slurm.cli.client import Client
-from plexrl_slurm.cli.show import as_json
 from plexrl_slurm.cli.site import find_site
-from plexrl_slurm.settings import Site
+from plexrl_slurm.whereabouts import Site
 
 #: Progress is shown for what takes longer.
 PATIENCE_S = 1.0
@@ -40,6 +39,8 @@ class App:
     def answer(self, value: Any, text: str | Callable[[], str]) -> None:
         """Print one answer: JSON if that is wanted, else ``text``."""
         if self.json:
+            from plexrl_slurm.cli.show import as_json
+
             click.echo(as_json(value))
         else:
             words = text() if callable(text) else text

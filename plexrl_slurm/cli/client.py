@@ -8,7 +8,7 @@ from urllib.parse import urlencode
 
 from plexrl_slurm.cli.contact import Answer, Contact
 from plexrl_slurm.core.errors import NotAdmitted, NotFound, PlexError
-from plexrl_slurm.settings import Site
+from plexrl_slurm.whereabouts import Site
 
 #: Answers come at once, except while the daemon's database is busy.
 TIMEOUT_S = 30.0

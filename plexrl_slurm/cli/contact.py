@@ -18,7 +18,7 @@ from plexrl_slurm.core.errors import (
     DaemonUnavailable,
     Denied,
 )
-from plexrl_slurm.settings import Site
+from plexrl_slurm.whereabouts import Site
 
 if TYPE_CHECKING:
     import ssl

@@ -1,6 +1,5 @@
 """``plexrl``: the group of commands, and how an error ends the program."""
 
-import difflib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -46,6 +45,8 @@ class PlexGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and not args[0].startswith("-") and args[0] not in _WHERE:
+            import difflib  # only for a mistake
+
             close = difflib.get_close_matches(args[0], _WHERE, n=1)
             hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(_WHERE)}"
             ctx.fail(f"unknown command {args[0]!r}; {hint}")

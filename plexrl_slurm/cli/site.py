@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from plexrl_slurm.core.errors import BadConfig, BadInput
-from plexrl_slurm.settings import Site, read_site
+from plexrl_slurm.whereabouts import Site, read_site
 
 
 def places() -> Iterator[Path]:

@@ -8,7 +8,6 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, NoReturn
@@ -17,11 +16,11 @@ import click
 
 from plexrl_slurm.cli.app import App, note
 from plexrl_slurm.core.errors import PlexError, SlurmUnavailable
-from plexrl_slurm.slurm.sbatch_options import Takes, plugin_options
+from plexrl_slurm.slurm.sbatch_options import plugin_options
 
 if TYPE_CHECKING:
     from plexrl_slurm.cli.client import Client
-    from plexrl_slurm.slurm_settings import SlurmSettings
+    from plexrl_slurm.whereabouts import SlurmSettings
 
 _SUBMITTED: Final = re.compile(
     rb"^(?:Submitted batch job )?(\d+)(?:;\S*| on cluster \S+)?\s*$", re.MULTILINE
@@ -65,7 +64,7 @@ def configuration(slurm: "SlurmSettings") -> dict[str, str]:
     }
 
 
-def plugins_of(slurm: "SlurmSettings") -> Mapping[str, Takes]:
+def plugins_of(slurm: "SlurmSettings") -> Mapping[str, int]:
     """Options that the site's sbatch has, those of its plugins too."""
     return plugin_options(_answer(slurm, "sbatch", "--help"))
 
@@ -204,24 +203,33 @@ def _in_memory(data: bytes) -> int:
     return file
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """Row first, sbatch second, bond third; undone in reverse."""
+    """Row first, sbatch second, bond third; undone in reverse.
 
-    app: App
-    client: "Client"
-    slurm: "SlurmSettings"
-    #: Of ``POST jobs``.
-    body: Mapping[str, Any]
-    #: sbatch's command line, given the names of the variables that the job needs.
-    argv: Callable[[Sequence[str]], Sequence[str]]
-    environment: Mapping[str, str]
-    stdin: bytes | None
-    #: False for an array: each task gets its own, when it starts.
-    with_credentials: bool
-    waits: bool
-    #: Nothing but errors is for the user.
-    quiet: bool
+    ``body`` is that of ``POST jobs``; ``argv`` makes sbatch's command line, given the names of
+    the variables that the job needs. The tasks of an array get theirs when they start, so that
+    it goes without (``with_credentials``). If sbatch ``waits`` for the job's end, so do we;
+    ``quiet`` says that nothing but errors is for the user.
+    """
+
+    def __init__(
+        self,
+        *,
+        app: App,
+        client: "Client",
+        slurm: "SlurmSettings",
+        body: Mapping[str, Any],
+        argv: Callable[[Sequence[str]], Sequence[str]],
+        environment: Mapping[str, str],
+        stdin: bytes | None,
+        with_credentials: bool,
+        waits: bool,
+        quiet: bool,
+    ) -> None:
+        self.app, self.client, self.slurm, self.body = app, client, slurm, body
+        self.argv, self.environment, self.stdin = argv, environment, stdin
+        self.with_credentials, self.waits, self.quiet = with_credentials, waits, quiet
+        self._timeout_s = slurm.timeout_us / 1e6
 
     def run(self) -> int:
         """sbatch's exit code, or the job's if sbatch waits for it."""
@@ -245,10 +253,6 @@ class Submission:
             if number is None:
                 return self._refused(sbatch, job_id)
             return self._answer(sbatch, job_id, number)
-
-    @property
-    def _timeout_s(self) -> float:
-        return self.slurm.timeout_us / 1e6
 
     def _number(self, sbatch: Sbatch) -> str | None:
         try:

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -31,11 +31,10 @@ from plexrl_slurm.slurm.sbatch_options import (
 )
 
 if TYPE_CHECKING:
-    from plexrl_slurm.settings import Site
-    from plexrl_slurm.slurm_settings import SlurmSettings
+    from plexrl_slurm.whereabouts import Site, SlurmSettings
 
 #: Options of ours among sbatch's.
-_OWN: Final[Mapping[str, Takes]] = {
+_OWN: Final[Mapping[str, int]] = {
     "model": Takes.VALUE,
     "seed": Takes.VALUE,
     "max-slowdown": Takes.VALUE,
@@ -47,21 +46,29 @@ _OWN: Final[Mapping[str, Takes]] = {
 _INFORMATION: Final = frozenset({"usage", "version", "autocomplete"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """A submission, as far as it is known before anybody was asked."""
 
-    app: App
-    site: "Site"
-    slurm: "SlurmSettings"
-    words: Sequence[str]
-    line: Scanned
-    #: ``None``: only information is wanted.
-    head: ScriptHead | None
-    #: The script, if it came by standard input.
-    stdin: bytes | None
-    #: The user named a partition that is Slurm's, not ours.
-    slurms_own: bool
+    def __init__(
+        self,
+        *,
+        app: App,
+        site: "Site",
+        slurm: "SlurmSettings",
+        words: Sequence[str],
+        line: Scanned,
+        source: "_Source",
+        head: ScriptHead | None,
+        slurms_own: bool,
+    ) -> None:
+        self.app, self.site, self.slurm = app, site, slurm
+        self.words, self.line = words, line
+        #: ``None``: only information is wanted.
+        self.head = head
+        #: The script, if it came by standard input.
+        self.stdin = source.stdin
+        #: The user named a partition that is Slurm's, not ours.
+        self.slurms_own = slurms_own
 
     def given(self, name: str, variable: str = "") -> str | None:
         """Command line, then environment, then script, as sbatch does."""
@@ -85,7 +92,7 @@ def scan_line(words: Sequence[str]) -> tuple[Scanned, tuple[str, ...]]:
     """The command line, and options in it that no table has."""
     strange: list[str] = []
 
-    def unknown(name: str, _following: str | None) -> Takes:
+    def unknown(name: str, _following: str | None) -> int:
         strange.append(name)
         return Takes.NOTHING
 
@@ -133,8 +140,8 @@ def prepare(app: App, words: Sequence[str]) -> tuple[Plan | None, bytes | None]:
         slurm=slurm,
         words=words,
         line=line,
+        source=source,
         head=head,
-        stdin=source.stdin,
         slurms_own=slurms_own,
     ), source.stdin
 

@@ -7,9 +7,8 @@ be quoted, a backslash takes the next character as it is, ``#`` begins a comment
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from plexrl_slurm.core.errors import BadInput, BadScript
 from plexrl_slurm.slurm.sbatch_options import (
@@ -39,8 +38,7 @@ _NOT_HERE: Final = "is not possible here: submit one job for each element"
 _CODEC: Final = ("utf-8", "surrogateescape")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScriptHead:
+class ScriptHead(NamedTuple):
     """What a batch script asks for."""
 
     path: str
@@ -325,7 +323,7 @@ def _words(path: str, number: int, line: str, begin: int) -> list[tuple[str, int
         found.append((word, start, at))
 
 
-def _value_if_any(_name: str, following: str | None) -> Takes:
+def _value_if_any(_name: str, following: str | None) -> int:
     """Nothing but options may stand in a directive, so that another word is a value."""
     is_value = following is not None and not following.startswith("-")
     return Takes.VALUE if is_value else Takes.NOTHING

@@ -7,20 +7,21 @@ requests for GPUs are taken out, and the partition is ours.
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from enum import IntEnum
-from typing import Final
+from typing import Final, NamedTuple
 
 from plexrl_slurm.core.errors import BadInput
 
+# Named tuples and numbers: `plexrl sbatch` imports this, and making a dataclass or an enumeration
+# takes as long as a request to the daemon.
 
-class Takes(IntEnum):
+
+class Takes:
     """What follows an option, as in ``getopt_long``."""
 
-    NOTHING = 0
-    VALUE = 1
+    NOTHING: Final = 0
+    VALUE: Final = 1
     #: ``--name`` or ``--name=VALUE``, never ``--name VALUE``.
-    PERHAPS = 2
+    PERHAPS: Final = 2
 
 
 _FLAGS: Final = (
@@ -46,7 +47,7 @@ _NEWER: Final = (
     "consolidate-segments container-id container-type external extra mem-update oom-kill-step "
     "resources resv-ports segment spread-segments stepmgr tres-bind tres-per-task"
 )
-LONG: Final[Mapping[str, Takes]] = (
+LONG: Final[Mapping[str, int]] = (
     dict.fromkeys(_FLAGS.split(), Takes.NOTHING)
     | dict.fromkeys(_VALUES.split(), Takes.VALUE)
     | dict.fromkeys(_PERHAPS.split(), Takes.PERHAPS)
@@ -75,8 +76,7 @@ GPU_VARIABLES: Final[Mapping[str, str]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
+class Option(NamedTuple):
     """One option, where it was found."""
 
     #: Long name in full; as written where nobody knows it.
@@ -93,8 +93,7 @@ class Option:
         return " ".join(self.words)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scanned:
+class Scanned(NamedTuple):
     """A command line."""
 
     options: tuple[Option, ...]
@@ -120,8 +119,8 @@ def last_value(options: Iterable[Option], name: str) -> str | None:
 def scan(
     words: Sequence[str],
     *,
-    own: Mapping[str, Takes] | None = None,
-    unknown: Callable[[str, str | None], Takes],
+    own: Mapping[str, int] | None = None,
+    unknown: Callable[[str, str | None], int],
 ) -> Scanned:
     """Read options up to the first word that is none, as ``getopt_long`` does.
 
@@ -180,8 +179,8 @@ _Found = tuple[str, str | None, tuple[str, ...]]
 def _long(
     word: str,
     following: str | None,
-    own: Mapping[str, Takes],
-    unknown: Callable[[str, str | None], Takes],
+    own: Mapping[str, int],
+    unknown: Callable[[str, str | None], int],
 ) -> Iterator[_Found]:
     written, equals, value = word[2:].partition("=")
     name, takes = (written, own[written]) if written in own else _resolved(written)
@@ -189,13 +188,13 @@ def _long(
         takes = Takes.PERHAPS if equals else unknown(written, following)
     if equals:
         yield name, value, (word,)
-    elif takes is Takes.VALUE and following is not None:
+    elif takes == Takes.VALUE and following is not None:
         yield name, following, (word, following)
     else:
         yield name, None, (word,)
 
 
-def _resolved(written: str) -> tuple[str, Takes | None]:
+def _resolved(written: str) -> tuple[str, int | None]:
     """Full name, and what it takes; an abbreviation of several is left as it is written."""
     name = written
     if name not in LONG:
@@ -219,12 +218,12 @@ def _short(word: str, following: str | None) -> Iterator[_Found]:
         letter, rest = rest[0], rest[1:]
         name = SHORT.get(letter, letter)
         takes = LONG.get(name, Takes.NOTHING)
-        if takes is Takes.NOTHING:
+        if takes == Takes.NOTHING:
             yield name, None, (f"-{letter}",)
         elif rest:
             yield name, rest, (f"-{letter}{rest}",)
             return
-        elif takes is Takes.VALUE and following is not None:
+        elif takes == Takes.VALUE and following is not None:
             yield name, following, (f"-{letter}", following)
         else:
             yield name, None, (f"-{letter}",)
@@ -241,9 +240,9 @@ def without_gpus(name: str, value: str | None) -> tuple[bool, str | None]:
     return len(kept) < len(parts), ",".join(kept) or None
 
 
-def plugin_options(help_text: str) -> Mapping[str, Takes]:
+def plugin_options(help_text: str) -> Mapping[str, int]:
     """Every long option that ``sbatch --help`` names, those of the site's plugins too."""
-    found: dict[str, Takes] = {}
+    found: dict[str, int] = {}
     for match in re.finditer(r"^\s+(?:-\w,? +)?--([\w-]+)(\[=|=)?", help_text, re.MULTILINE):
         takes = {"[=": Takes.PERHAPS, "=": Takes.VALUE}.get(match[2], Takes.NOTHING)
         found.setdefault(match[1], takes)
