@@ -7,17 +7,21 @@ import click
 
 from plexrl_slurm.cli import show
 from plexrl_slurm.cli.app import App, shared
+from plexrl_slurm.cli.jobids import JobNumber, as_numbers
 
 
 @click.command()
-@click.argument("number", metavar="JOBID")
+@click.argument("numbers", metavar="JOBID", callback=as_numbers)
 @shared
 @click.pass_obj
-def explain(app: App, number: str) -> None:
-    """Say why JOBID waits, and tell its story."""
+def explain(app: App, numbers: list[JobNumber]) -> None:
+    """Say why JOBID waits, and tell its story; of an array, each task's."""
     with app.client() as client:
-        found = client.explain(int(client.job(number)["job_id"]))
-    app.answer(found, lambda: _text(number, found))
+        jobs = client.jobs(ended=True)
+        chosen = [job for number in numbers for job in number.among(jobs)]
+        found = {str(job["slurm_id"]): client.explain(int(job["job_id"])) for job in chosen}
+    answer = next(iter(found.values())) if len(found) == 1 else {"jobs": list(found.values())}
+    app.answer(answer, lambda: "\n\n".join(_text(number, each) for number, each in found.items()))
 
 
 def _text(number: str, found: Mapping[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """``plexrl squeue``, ``scancel``, ``sacct``: jobs, in Slurm's columns."""
 
 import getpass
+import pwd
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -8,8 +9,9 @@ import click
 
 from plexrl_slurm.cli import show
 from plexrl_slurm.cli.app import App, note, shared
+from plexrl_slurm.cli.jobids import JobNumber, as_numbers
 from plexrl_slurm.clock import now_us
-from plexrl_slurm.core.errors import PlexError
+from plexrl_slurm.core.errors import BadInput, NotFound, PlexError
 
 _SHORT: Final = (
     ("JOBID", 18),
@@ -43,6 +45,8 @@ _START: Final = (
     ("START_TIME", 10),
     ("NODELIST(REASON)", 0),
 )
+#: squeue -l and explain have all of it.
+_REASON_WIDTH: Final = 40
 _ACCOUNTED: Final = (
     ("JobID", 12),
     ("JobName", 10),
@@ -78,36 +82,73 @@ def _running_us(job: Mapping[str, Any]) -> int:
     return 0 if started is None else (ended if ended is not None else now_us()) - int(started)
 
 
-def _where(job: Mapping[str, Any]) -> str:
+def _where(job: Mapping[str, Any], *, whole: bool) -> str:
     if job["state"] == "running" and job["wpgs"]:
         return ",".join(job["wpgs"])
-    return f"({job['reason'] or 'None'})"
+    reason = str(job["reason"] or "None")
+    if not whole and len(reason) > _REASON_WIDTH:
+        reason = f"{reason[: _REASON_WIDTH - 3].rstrip(' ,:;')}..."
+    return f"({reason})"
 
 
 def _find(
     app: App,
     *,
     users: frozenset[str] | None,
-    numbers: frozenset[str] | None,
+    numbers: Sequence[JobNumber] | None,
     states: frozenset[str] | None,
     ended: bool,
 ) -> list[dict[str, Any]]:
-    user = next(iter(users)) if users is not None and len(users) == 1 else None
+    names = None if users is None else frozenset(map(_name_of, users))
+    user = next(iter(names)) if names is not None and len(names) == 1 else None
     with app.client() as client:
-        jobs = client.jobs(user=user, ended=ended)
+        # Whoever asks for a number is to hear the difference between ended and unknown.
+        jobs = client.jobs(user=user, ended=ended or numbers is not None)
+    _refuse_strangers(names, jobs)
+    if numbers is not None:
+        missing = [each.word for each in numbers if not _fits(jobs, each)]
+        if len(missing) == len(numbers):
+            raise NotFound("job", ",".join(missing))
+        for word in missing:
+            note(str(NotFound("job", word)))
     return [
         job
         for job in sorted(jobs, key=lambda job: int(job["job_id"]))
-        if (users is None or job["user"] in users)
-        and (numbers is None or _number(job) in numbers)
+        if (names is None or job["user"] in names)
+        and (numbers is None or any(each.fits(job["slurm_id"]) for each in numbers))
         and (states is None or job["state"] in states)
+        and (ended or job["state"] not in show.ENDED)
     ]
+
+
+def _fits(jobs: Iterable[Mapping[str, Any]], number: JobNumber) -> bool:
+    return any(number.fits(job["slurm_id"]) for job in jobs)
+
+
+def _name_of(user: str) -> str:
+    """A user's name, also for a number."""
+    if not user.isdecimal():
+        return user
+    try:
+        return pwd.getpwuid(int(user)).pw_name
+    except (KeyError, OverflowError):
+        raise BadInput(f"invalid user {user}: no user has this number") from None
+
+
+def _refuse_strangers(names: frozenset[str] | None, jobs: Iterable[Mapping[str, Any]]) -> None:
+    """A name that is mistyped looks like one without jobs."""
+    for name in sorted(names or ()):
+        try:
+            pwd.getpwnam(name)
+        except KeyError:  # this host need not know everybody
+            if not any(job["user"] == name for job in jobs):
+                raise BadInput(f"invalid user {name!r}: nobody here is called so") from None
 
 
 @click.command()
 @click.option("-u", "--user", metavar="NAMES", help="Only jobs of these users.")
 @click.option("--me", is_flag=True, help="Only your own jobs.")
-@click.option("-j", "--jobs", metavar="IDS", help="Only these jobs.")
+@click.option("-j", "--jobs", metavar="IDS", callback=as_numbers, help="Only these jobs.")
 @click.option("-t", "--states", metavar="STATES", callback=_states, help="Such as PD,R; or all.")
 @click.option("--all", "everything", is_flag=True, help="Ended jobs too.")
 @click.option("--start", is_flag=True, help="Waiting jobs and what they wait for.")
@@ -119,7 +160,7 @@ def squeue(
     app: App,
     user: str | None,
     me: bool,
-    jobs: str | None,
+    jobs: list[JobNumber] | None,
     states: frozenset[str] | None,
     everything: bool,
     start: bool,
@@ -132,7 +173,7 @@ def squeue(
     found = _find(
         app,
         users=frozenset({getpass.getuser()}) if me else _list(user),
-        numbers=_list(jobs),
+        numbers=jobs,
         states=states,
         ended=everything or bool(states and states & show.ENDED),
     )
@@ -157,26 +198,28 @@ def _row(job: Mapping[str, Any], columns: Sequence[tuple[str, int]]) -> list[str
         "STEPS": str(job["steps"]),
         "BUSY": show.duration(job["gpu_us"]["busy"]),
         "MODELS": ",".join(job["models"]),
-        "NODELIST(REASON)": _where(job),
+        "NODELIST(REASON)": _where(job, whole=columns is not _SHORT),
     }
     return [cells[name] for name, _ in columns]
 
 
 @click.command()
-@click.argument("numbers", metavar="JOBID...", nargs=-1, required=True)
+@click.argument("numbers", metavar="JOBID...", nargs=-1, required=True, callback=as_numbers)
 @shared
 @click.pass_obj
-def scancel(app: App, numbers: tuple[str, ...]) -> int:
-    """Cancel jobs."""
+def scancel(app: App, numbers: list[JobNumber]) -> int:
+    """Cancel jobs; an array's number cancels all its tasks."""
     cancelled: list[str] = []
     failures: list[PlexError] = []
+    reason = f"cancelled by {getpass.getuser()}"
     with app.client() as client:
+        jobs = client.jobs(ended=True)
         for number in numbers:
             try:
-                job = client.job(number)
-                if job["state"] not in show.ENDED:
-                    client.cancel(int(job["job_id"]), reason=f"cancelled by {getpass.getuser()}")
-                cancelled.append(number)
+                for job in number.among(jobs):
+                    if job["state"] not in show.ENDED:
+                        client.cancel(int(job["job_id"]), reason=reason)
+                    cancelled.append(str(job["slurm_id"]))
             except PlexError as error:
                 failures.append(error)
     app.answer({"cancelled": cancelled}, "")
@@ -189,7 +232,7 @@ def scancel(app: App, numbers: tuple[str, ...]) -> int:
 
 @click.command()
 @click.option("-u", "--user", metavar="NAMES", help="Only jobs of these users.")
-@click.option("-j", "--jobs", metavar="IDS", help="Only these jobs.")
+@click.option("-j", "--jobs", metavar="IDS", callback=as_numbers, help="Only these jobs.")
 @click.option("-s", "--state", "states", metavar="STATES", callback=_states, help="Such as CD,F.")
 @click.option("-P", "--parsable2", is_flag=True, help="Columns separated by |.")
 @click.option("-n", "--noheader", is_flag=True, help="No first lines.")
@@ -198,13 +241,13 @@ def scancel(app: App, numbers: tuple[str, ...]) -> int:
 def sacct(
     app: App,
     user: str | None,
-    jobs: str | None,
+    jobs: list[JobNumber] | None,
     states: frozenset[str] | None,
     parsable2: bool,
     noheader: bool,
 ) -> None:
     """Show jobs, ended ones too, and what they were charged."""
-    found = _find(app, users=_list(user), numbers=_list(jobs), states=states, ended=True)
+    found = _find(app, users=_list(user), numbers=jobs, states=states, ended=True)
     app.answer({"jobs": found}, lambda: _accounts(found, parsable=parsable2, header=not noheader))
 
 

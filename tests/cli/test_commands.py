@@ -165,6 +165,61 @@ def test_scancel_goes_on_after_a_failure(plexrl: Plexrl, daemon: FakeDaemon) -> 
     assert "POST /jobs/1/cancel" in daemon.routes()
 
 
+def test_the_number_of_an_array_means_all_of_its_tasks(plexrl: Plexrl, daemon: FakeDaemon) -> None:
+    tasks = [make_job(number, slurm_id=f"9_{number}") for number in (1, 2, 3, 11)]
+    daemon.jobs = [*tasks, make_job(4, slurm_id="91")]
+    shown = plexrl("squeue", "-h", "-j", "9_[1-2,11],91").stdout.split("\n")
+    assert [line.split()[0] for line in shown if line] == ["9_1", "9_2", "91", "9_11"]
+    for number in (1, 2, 3, 11):
+        daemon.answers[f"POST /jobs/{number}/cancel"] = {}
+    assert json.loads(plexrl("scancel", "--json", "9_2").stdout) == {"cancelled": ["9_2"]}
+    assert json.loads(plexrl("scancel", "--json", "9").stdout)["cancelled"][-1] == "9_11"
+    asked = [route for route in daemon.routes() if route.startswith("POST")]
+    assert asked == [f"POST /jobs/{number}/cancel" for number in (2, 1, 2, 3, 11)]
+    for number in (1, 2):
+        told = {"job": tasks[number - 1], "sentences": [], "deployments": [], "story": []}
+        daemon.answers[f"GET /jobs/{number}/explain"] = told
+    text = plexrl("explain", "9_[1-2]").stdout
+    assert text == "Job 9_1 (count1) is RUNNING.\n\nJob 9_2 (count2) is RUNNING.\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "sentence"),
+    [
+        pytest.param(["squeue", "-j", "abc"], 2, "invalid job id 'abc': write a number", id="job"),
+        pytest.param(["squeue", "-j", "9_x"], 2, "invalid job id '9_x'", id="task"),
+        pytest.param(["squeue", "-j", "9_[1-]"], 2, "write the tasks as in 12_[1-3", id="tasks"),
+        pytest.param(["squeue", "-j", "55"], 66, "no job '55' that you may see", id="number"),
+        pytest.param(["squeue", "-u", "nosuch"], 65, "invalid user 'nosuch'", id="user"),
+        pytest.param(["squeue", "-u", "99999999"], 65, "no user has this number", id="uid"),
+        pytest.param(["sacct", "-j", "abc"], 2, "invalid job id 'abc'", id="sacct"),
+        pytest.param(["scancel", "abc"], 2, "invalid job id 'abc'", id="scancel"),
+        pytest.param(["explain", "abc"], 2, "invalid job id 'abc'", id="explain"),
+    ],
+)
+def test_a_job_or_user_that_cannot_be_is_no_empty_table(
+    plexrl: Plexrl, daemon: FakeDaemon, words: list[str], code: int, sentence: str
+) -> None:
+    done = plexrl(*words)
+    assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (code, "", 1)
+    assert sentence in done.stderr
+
+
+def test_an_ended_job_is_not_an_unknown_one(plexrl: Plexrl, daemon: FakeDaemon) -> None:
+    daemon.jobs = [make_job(1, state="completed")]
+    done = plexrl("squeue", "-h", "-j", "101,999")
+    assert (done.exit_code, done.stdout) == (0, "")
+    assert done.stderr == "plexrl: no job '999' that you may see\n"
+    assert "101" in plexrl("squeue", "--all", "-j", "101").stdout
+
+
+def test_a_long_reason_is_cut_where_space_is_short(plexrl: Plexrl, daemon: FakeDaemon) -> None:
+    reason = "model tiny needs 1.00 GiB of host memory on train-0, which has 0.50 GiB"
+    daemon.jobs = [make_job(1, state="pending", reason=reason)]
+    assert plexrl("squeue").stdout.endswith("(model tiny needs 1.00 GiB of host mem...)\n")
+    assert plexrl("squeue", "-l").stdout.endswith(f"({reason})\n")
+
+
 def test_sinfo(plexrl: Plexrl, daemon: FakeDaemon) -> None:
     daemon.answers["GET /nodes"] = NODES
     assert plexrl("sinfo").stdout == (
