@@ -193,6 +193,7 @@ def test_gpu_requests_are_taken_out_with_a_notice_and_other_resources_stay(lua: 
     assert (done["cpus_per_tres"], done["tres_bind"], done["ntasks_per_tres"]) == ("", "", 65534)
     (said,) = answer["said"]
     assert said.startswith("plexrl: left out gpu:4, gpu:h200:2, gpu=1, ")
+    assert {"cpus-per-gpu=8", "gpu-bind=closest"} < set(said.split(", "))
     assert said.endswith(": the GPUs come from partition rlvr")
 
 
