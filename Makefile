@@ -46,7 +46,7 @@ unit: setup
 # Nothing that was promised here may be skipped. One at a time: they start servers and measure.
 marked:
 	@scripts/setup.sh tiny
-	PLEXRL_TESTS_MUST_RUN=postgres,engines $(PYTEST) -m "not ($(FAST))" --durations=10 $(ARGS)
+	PLEXRL_TESTS_MUST_RUN=slurm,postgres,engines $(PYTEST) -m "not ($(FAST))" --durations=10 $(ARGS)
 
 bless: setup ## rewrite the golden files in tests/golden, then read the diff
 	$(PYTEST) -m "$(FAST)" --bless $(ARGS)

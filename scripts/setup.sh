@@ -20,6 +20,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 ROOT=$PWD
 STAMPS=.venv/.stamps
 LOGS=.cache/setup
+POLICY=/usr/sbin/policy-rc.d
 BIN=$ROOT/.venv/bin
 TORCH=2.13.0
 CPU_INDEX=https://download.pytorch.org/whl/cpu
@@ -28,6 +29,7 @@ STARTED=$SECONDS
 export PATH=$BIN:$PATH PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_PROGRESS_BAR=off HF_HUB_OFFLINE=1
 export TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$ROOT/.cache/torch_extensions}
 child=
+root=()
 did=0
 
 say() { printf 'setup: %s\n' "$*"; }
@@ -88,6 +90,8 @@ find_python() {
 }
 
 has_postgres() { command -v initdb >/dev/null || compgen -G '/usr/lib/postgresql/*/bin/initdb' >/dev/null; }
+has_slurm_plugins() { compgen -G '/usr/lib/*/slurm-wlm/job_submit_lua.so' >/dev/null; }
+has_program() { PATH=$PATH:/usr/sbin:/sbin command -v "$1" >/dev/null; }
 has_header() { echo "#include <$1>" | g++ -E -x c++ - >/dev/null 2>&1; }
 
 missing_packages() {
@@ -96,12 +100,40 @@ missing_packages() {
     has_header libaio.h || echo libaio-dev
     has_header numa.h || echo libnuma-dev
     has_postgres || echo postgresql
+    # For the private Slurm cluster of the live tests and `make demo-slurm`; headers for its plugin.
+    has_program slurmctld || echo slurmctld
+    has_program slurmd || echo slurmd
+    has_program sbatch || echo slurm-client
+    has_program slurmdbd || echo slurmdbd
+    has_program munged || echo munge
+    has_program mariadbd || echo mariadb-server
+    has_slurm_plugins || echo slurm-wlm-basic-plugins
+    has_header slurm/spank.h || echo libslurm-dev
+    # job_submit.lua is tried under the Lua of Slurm 22.05 and a newer one, the unit by systemd.
+    has_program lua5.1 || echo lua5.1
+    has_program lua5.3 || echo lua5.3
+    has_program systemd-analyze || echo systemd
+}
+
+# Daemons are wanted in tests' own folders, not on the machine: while packages are installed this
+# tells Debian's scripts so. One that is there already says what its owner wants.
+forbid_daemons() {
+    [[ ! -e $POLICY ]] || grep -q plexrl "$POLICY" || return 0
+    printf '#!/bin/sh\n# of plexrl: scripts/setup.sh removes it\nexit 101\n' |
+        "${root[@]}" tee "$POLICY" >/dev/null
+    "${root[@]}" chmod 755 "$POLICY"
+}
+
+allow_daemons() {
+    if [[ -e $POLICY ]] && grep -q plexrl "$POLICY"; then "${root[@]}" rm -f "$POLICY"; fi
 }
 
 apt_install() {
-    local root=() conf=/etc/postgresql-common/createcluster.conf
+    local unit conf=/etc/postgresql-common/createcluster.conf
     ((EUID == 0)) || root=(sudo -n)
     export DEBIAN_FRONTEND=noninteractive
+    trap allow_daemons EXIT # of the subshell that step runs this in
+    forbid_daemons
     "${root[@]}" apt-get update
     if [[ " $* " == *" postgresql "* ]]; then
         # Tests start their own server in a temporary folder; a system-wide one is not wanted.
@@ -111,6 +143,12 @@ apt_install() {
     local status=0
     "${root[@]}" apt-get install -y --no-install-recommends "$@" || status=$?
     [[ ! -f $conf.plexrl ]] || "${root[@]}" mv "$conf.plexrl" "$conf"
+    # Nor at the next boot, where there is systemd; those that were here before are not among $@.
+    if command -v systemctl >/dev/null; then
+        for unit in slurmctld slurmd slurmdbd munge mariadb-server; do
+            [[ " $* " != *" $unit "* ]] || "${root[@]}" systemctl disable "${unit%-server}" || true
+        done
+    fi
     return "$status"
 }
 

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -45,8 +46,8 @@ class Cluster:
         *,
         nodes: int = 4,
         gpus: int = 4,
-        cpus: int = 16,
-        memory_mb: int = 16_000,
+        cpus: int = 64,
+        memory_mb: int = 64_000,
         gpuless_nodes: int = 0,
         database: bool = True,
         port_base: int | None = None,
@@ -148,8 +149,6 @@ class Cluster:
             self._start_database()
         self._daemons.wait(self.munge_socket.is_socket, "munged")
         self._spawn("slurmctld", ["slurmctld", "-D"])
-        if self.database:
-            self._load_accounts()
         self._daemons.wait(self._answers, "slurmctld")
         # Not earlier: a slurmd that finds nobody to register with waits to be asked.
         for name in self.nodes:
@@ -162,7 +161,7 @@ class Cluster:
             with contextlib.suppress(ClusterError):
                 if jobs := self.run("root", ["squeue", "-h", "-o", "%A"], seconds=5).stdout.split():
                     self.run("root", ["scancel", *jobs], seconds=5)
-                wait_for(lambda: not self._steps(), "end of the jobs", seconds=5)
+                wait_for(lambda: not self._steps(), "end of the jobs", seconds=4)
         self._end_everything(patience=10)
         shutil.rmtree(self.host_dir, ignore_errors=True)
 
@@ -235,9 +234,22 @@ class Cluster:
 
     def wait_job(self, job: str, *states: str, seconds: float = 30) -> None:
         """Wait until all of its parts are in one of ``states``."""
+
+        def reached() -> bool:
+            now = self.state(job).split()
+            return bool(now) and set(now) <= set(states)
+
+        def what() -> str:
+            asked = ["squeue", "-h", "-t", "all", "-o", "%i is %T (%r)", "-j", job]
+            return f"{self.run('root', asked, check=False).stdout}, not {' or '.join(states)}"
+
+        wait_for(reached, what, seconds=seconds)
+
+    def wait_node(self, name: str, *states: str, seconds: float = 60) -> None:
+        """Wait until Slurm says one of ``states`` of a node, such as ``down*``."""
         wait_for(
-            lambda: (now := self.state(job).split()) and set(now) <= set(states),
-            f"job {job} is {' or '.join(states)}",
+            lambda: self.node_state(name) in states,
+            lambda: f"{name} is {self.node_state(name)}, not {' or '.join(states)}",
             seconds=seconds,
         )
 
@@ -259,8 +271,16 @@ class Cluster:
 
     # ---- loss -------------------------------------------------------------------------------
 
-    def kill_slurmctld(self) -> None:
-        """KILL: no farewell to anybody."""
+    def kill_slurmctld(self, *, saved: bool = True) -> None:
+        """KILL: no farewell to anybody. What is not ``saved`` before, it will have forgotten.
+
+        slurmctld writes a few seconds late; one more job makes it write (root's, cancelled).
+        """
+        if saved:
+            file = self.folder / "state" / "job_state"
+            self.run("root", ["scancel", self.sbatch("root", "--hold", "-J", "saved")])
+            now = time.time()
+            wait_for(lambda: file.exists() and file.stat().st_mtime > now, "the jobs are saved")
         self._daemons.kill("slurmctld")
 
     def start_slurmctld(self) -> None:
@@ -393,20 +413,18 @@ class Cluster:
         )
         self._daemons.wait(self.munge_socket.is_socket, "munged")
         self._spawn("slurmdbd", ["slurmdbd", "-D"], MYSQL_UNIX_PORT=str(address))
-        self._daemons.wait(lambda: self._sacctmgr("add", "cluster", self.name), "slurmdbd")
-
-    def _load_accounts(self) -> None:
         file = self.folder / "etc" / "accounts.conf"
-        file.write_text(services.ACCOUNTS_FILE.format(name=self.name), encoding="utf-8")
-        if not self._sacctmgr("load", str(file)):
-            raise ClusterError(
-                f"sacctmgr did not load {file}: {self._daemons.last_words('slurmdbd')}"
+        if not file.exists():
+            # Before slurmctld starts: what changes while it does so, it may miss.
+            fresh = file.with_suffix(".new")
+            fresh.write_text(services.ACCOUNTS_FILE.format(name=self.name), encoding="utf-8")
+            load = ["sacctmgr", "-i", "load", str(fresh)]
+            self._daemons.wait(
+                lambda: self.run("root", load, check=False).returncode == 0, "slurmdbd"
             )
-
-    def _sacctmgr(self, *words: str) -> bool:
-        """False if it failed; to add what is there already is no failure."""
-        done = self.run("root", ["sacctmgr", "-i", *words], check=False)
-        return done.returncode == 0 or "already exists" in done.stdout
+            fresh.rename(file)
+        show = ["sacctmgr", "-n", "show", "cluster"]
+        self._daemons.wait(lambda: self.run("root", show, check=False).stdout, "slurmdbd")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -48,10 +48,11 @@ class Daemons:
                 start_new_session=True,
                 **processes.identity(user),  # type: ignore[call-overload]  # user, group, ...
             )
-        self._children[name] = child
         found = processes.look(child.pid)
         if found is None:
-            raise ClusterError(f"{name} ended at once: {self.last_words(name)}")
+            child.wait()
+            raise ClusterError(f"{name} ended: {self.last_words(name)}")
+        self._children[name] = child
         text = f"{found[0].pid} {found[0].started}\n"
         (self._run / f"{name}.pid").write_text(text, encoding="utf-8")
 

@@ -98,13 +98,16 @@ def with_environment(wanted: Mapping[str, str]) -> set[Process]:
     return found
 
 
-def wait_for(check: Callable[[], object], what: str, *, seconds: float = 30) -> None:
+def wait_for(
+    check: Callable[[], object], what: str | Callable[[], str], *, seconds: float = 30
+) -> None:
     """Return as soon as ``check()`` is true; a complaint about ``what`` when the time is over."""
     end = time.monotonic() + seconds
     pause = 0.01
     while not check():
         if time.monotonic() > end:
-            raise ClusterError(f"{what}: not after {seconds:g} s")
+            text = what if isinstance(what, str) else what()
+            raise ClusterError(f"{text}: waited {seconds:g} s")
         time.sleep(pause)
         pause = min(pause * 1.5, 0.1)
 

@@ -81,7 +81,7 @@ def mariadb(folder: Path) -> list[str]:
     small = ["--innodb-log-file-size=8M", "--innodb-buffer-pool-size=64M"]
     data = folder / "data"
     if not (data / "mysql").is_dir():
-        subprocess.run(
+        made = subprocess.run(
             [
                 "mariadb-install-db",
                 "--no-defaults",
@@ -92,9 +92,12 @@ def mariadb(folder: Path) -> list[str]:
                 *small,
             ],
             capture_output=True,
-            check=True,
+            text=True,
+            check=False,
             timeout=60,
         )
+        if made.returncode:
+            raise ClusterError(f"mariadb-install-db in {data}: {made.stdout}{made.stderr}")
     return [
         "mariadbd",
         "--no-defaults",
