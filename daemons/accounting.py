@@ -1,12 +1,13 @@
 """Writes down what the core decided: ledger rows, ends of calls, images. Implements Books."""
 
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
 
 from plexrl_slurm import wire
 from plexrl_slurm.clock import now_us
-from plexrl_slurm.core.errors import StorageFull
+from plexrl_slurm.core.errors import NotFound, StorageFull
 from plexrl_slurm.core.ids import CallId, DeploymentId, WpgId
 from plexrl_slurm.core.messages import Charge, FunctionKind
 from plexrl_slurm.daemons.shell import Entry
@@ -24,8 +25,10 @@ Ended = Callable[[Entry, wire.Result, bool], None]
 class Accounting:
     """The daemon's books."""
 
-    def __init__(self, writer: Writer, spool: Spool, *, holds: dict[WpgId, str]) -> None:
-        self._writer, self._spool, self._holds = writer, spool, holds
+    def __init__(self, writer: Writer, spool: Spool) -> None:
+        self._writer, self._spool = writer, spool
+        #: Which hold each WPG belongs to.
+        self.holds: dict[WpgId, str] = {}
         #: Set by the service.
         self.on_end: Ended | None = None
         #: ``(deployment, seq) -> call`` of training calls whose bodies may still be needed.
@@ -33,10 +36,8 @@ class Accounting:
 
     def charge(self, charge: Charge) -> None:
         """A ledger row; it shares the transaction of whatever is written next."""
-        self._writer.add(self._append, charge, lazy=True)
-
-    def _append(self, session: Any, charge: Charge) -> None:
-        ledger.append(session, [charge], holds=self._holds)
+        # The name may belong to another hold by the time it is written.
+        self._writer.add(_append, charge, {charge.wpg: self.holds[charge.wpg]}, lazy=True)
 
     def finished(
         self, entry: Entry, result: wire.Result, *, ok: bool, after: Callable[[], None]
@@ -77,6 +78,10 @@ class Accounting:
         """A complete image exists in the host tier."""
         self._writer.add(_image, wpg, deployment, progress, size, now_us(), lazy=True)
 
+    def persisted(self, deployment: DeploymentId, progress: tuple[int, int], path: str) -> None:
+        """A complete image lies in the durable tier."""
+        self._writer.add(_persisted, deployment, progress, path)
+
     def remember(self, deployment: DeploymentId, seq: int, call: CallId) -> None:
         """A training call whose body is in the spool."""
         self.kept.setdefault(deployment, {})[seq] = call
@@ -95,6 +100,17 @@ class Accounting:
 
     def _drop_bodies(self, session: Any, deployment: DeploymentId, seq: int) -> None:
         calls.drop_bodies_below(session, deployment, seq=seq)
+
+
+def _append(session: Any, charge: Charge, holds: dict[WpgId, str]) -> None:
+    ledger.append(session, [charge], holds=holds)
+
+
+def _persisted(
+    session: Any, deployment: DeploymentId, progress: tuple[int, int], path: str
+) -> None:
+    with contextlib.suppress(NotFound):
+        deployments.persisted(session, deployment, progress=progress, path=path)
 
 
 def _image(

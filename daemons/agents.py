@@ -1,14 +1,14 @@
 """The daemon's view of its agents: who is there, what they have, and orders to them."""
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.ids import CallId, CauseId, DeploymentId, WpgId
-from plexrl_slurm.core.messages import Call, Run, SaveImage, Switch, WpgDown, WpgUp
-from plexrl_slurm.daemons.shell import Shell, Weights
+from plexrl_slurm.core.messages import Call, Persist, Run, SaveImage, Switch, WpgDown, WpgUp
+from plexrl_slurm.daemons.layout import HeldWpg, Place
+from plexrl_slurm.daemons.shell import Durable, Shell, Weights
 from plexrl_slurm.logs import say
 from plexrl_slurm.settings import Settings
 from plexrl_slurm.transport import messages as tm
@@ -22,7 +22,9 @@ class WpgView:
     """A WPG as its agent last described it."""
 
     name: str
+    #: Address of its agent; empty until that has said hello.
     agent: bytes
+    node: str = ""
     state: str = "starting"
     reason: str = ""
     incarnation: int = 0
@@ -34,11 +36,14 @@ class AgentView:
     """An agent that said hello."""
 
     name: str
-    hold: str
-    node: str
+    place: Place
     epoch: int
     pid: int
     heard_us: int
+    #: It knows what it is to run.
+    welcome: bool = False
+    #: It was declared lost, or its hold is given back: nothing it says counts any more.
+    refused: bool = False
 
 
 class AgentHub:
@@ -51,20 +56,80 @@ class AgentHub:
         *,
         epoch: int,
         settings: Settings,
-        hold: str,
-        configs: Mapping[str, tm.WpgConfig],
-        recover: Callable[[tm.Hello], Awaitable[tuple[list[str], list[str]]]],
+        recover: Callable[[tm.Hello, Collection[WpgId]], Awaitable[tuple[list[str], list[str]]]],
+        persisted: Callable[[tm.Done], None],
         after_commit: Callable[[Callable[[], None]], None],
     ) -> None:
-        """``recover`` rebuilds the core's knowledge when an agent is first heard, and returns
-        the deployments and snapshots that still exist; ``after_commit`` runs a function when
+        """``recover`` rebuilds the core's knowledge of what lives on some WPGs when their agent is
+        first heard, and returns the deployments and snapshots of the partition that still exist;
+        ``persisted`` writes down that an image is durable; ``after_commit`` runs a function when
         everything written so far is durable."""
         self.agents: dict[bytes, AgentView] = {}
         self.wpgs: dict[str, WpgView] = {}
         self._server, self._shell, self._epoch, self._settings = server, shell, epoch, settings
-        self._hold, self._configs = hold, configs
-        self._recover, self._after_commit = recover, after_commit
+        self._recover, self._persisted, self._after_commit = recover, persisted, after_commit
         self._orders = 0
+        #: Where agents are expected, and what they are to run.
+        self._places: dict[Place, tuple[HeldWpg, ...]] = {}
+        #: Holds that may still get their nodes: an agent of theirs may be earlier than the news.
+        self._awaited: set[str] = set()
+        #: Persists under way: ``deployment -> (address, progress)``.
+        self._persisting: dict[str, tuple[bytes, tuple[int, int]]] = {}
+
+    # -- holds -------------------------------------------------------------------------------
+    def await_hold(self, hold: str) -> None:
+        """Agents of ``hold`` may come before :meth:`expect` says where."""
+        self._awaited.add(hold)
+
+    def expect(self, hold: str, wpgs: Iterable[HeldWpg], places: Iterable[Place]) -> None:
+        """The hold has these nodes: agents anywhere else in it are not wanted."""
+        self._awaited.discard(hold)
+        for place in places:
+            self._places[place] = ()
+        for held in wpgs:
+            self._places[held.place] += (held,)
+            self.wpgs[held.id] = WpgView(name=held.id, agent=b"", node=held.place.node)
+        for address, agent in self.agents.items():
+            if agent.place.hold == hold and not agent.welcome:
+                self._post(address, tm.WhoAreYou(epoch=self._epoch))
+
+    def forget_place(self, place: Place, reason: str) -> None:
+        """The node is lost: whoever comes back from there is told to drop what it has."""
+        for held in self._places.pop(place, ()):
+            self.wpgs.pop(held.id, None)
+        for address, agent in self.agents.items():
+            if agent.place == place:
+                self._refuse(address, agent, reason)
+
+    def stop_hold(self, hold: str) -> None:
+        """The hold is given back: its agents end."""
+        self._awaited.discard(hold)
+        for address, agent in self.agents.items():
+            if agent.place.hold == hold:
+                agent.refused = True
+                self._post(address, tm.StopOrder(epoch=self._epoch))
+
+    def forget_hold(self, hold: str, reason: str) -> None:
+        """It has no nodes any more (it may get others)."""
+        for place in [place for place in self._places if place.hold == hold]:
+            self.forget_place(place, reason)
+
+    def silent(self, before_us: int) -> list[Place]:
+        """Places whose agent was heard once, and not since ``before_us``."""
+        return [
+            agent.place
+            for agent in self.agents.values()
+            if agent.place in self._places and agent.heard_us < before_us and not agent.refused
+        ]
+
+    def _refuse(self, address: bytes, agent: AgentView, reason: str) -> None:
+        if not agent.refused:
+            say(log, "agent_refused", agent=agent.name, pid=agent.pid, reason=reason)
+        agent.refused = True
+        for deployment, (where, progress) in list(self._persisting.items()):
+            if where == address:
+                self._persist_ended(deployment, progress, ok=False)
+        self._post(address, tm.StopOrder(epoch=self._epoch))
 
     async def listen(self) -> None:
         """Hear the agents for ever."""
@@ -75,55 +140,79 @@ class AgentHub:
                 await self._hello(address, report)
             elif agent is None or (isinstance(report, tm.Beat) and report.epoch != agent.epoch):
                 await self._server.send(address, tm.WhoAreYou(epoch=self._epoch))
+            elif agent.refused:
+                await self._server.send(address, tm.StopOrder(epoch=self._epoch))
             else:
                 agent.heard_us = now_us()
-                self._heard(address, report)
+                if agent.welcome:
+                    self._heard(address, report)
 
     # -- reports -----------------------------------------------------------------------------
     async def _hello(self, address: bytes, hello: tm.Hello) -> None:
-        if hello.hold != self._hold:
-            # Of a hold that was given up, or whose submission this daemon's forerunner forgot.
-            say(log, "foreign_agent_stopped", agent=hello.agent, hold=hello.hold, pid=hello.pid)
-            await self._server.send(address, tm.StopOrder(epoch=self._epoch, keep_host=True))
-            return
+        place = Place(hold=hello.hold, component=hello.component, node=hello.node)
         known = self.agents.get(address)
-        say(log, "agent_hello", agent=hello.agent, epoch=hello.epoch, pid=hello.pid)
-        self.agents[address] = AgentView(
+        agent = AgentView(
             name=hello.agent,
-            hold=hello.hold,
-            node=hello.node,
+            place=place,
             epoch=hello.epoch,
             pid=hello.pid,
             heard_us=now_us(),
         )
-        if known is not None and known.epoch == hello.epoch:
+        if known is not None and known.epoch == hello.epoch and known.refused:
+            # It was declared lost; what it has is another's since.
+            await self._server.send(address, tm.StopOrder(epoch=self._epoch))
+            return
+        self.agents[address] = agent
+        if place not in self._places:
+            if hello.hold in self._awaited:
+                return  # it is asked again when the hold is known to run
+            self._refuse(address, agent, "it is of no node that is held")
+            return
+        agent.welcome = True
+        if known is not None and known.epoch == hello.epoch and known.welcome:
             for done in hello.finished:
                 self._heard(address, done)
             return
+        say(log, "agent_hello", agent=hello.agent, epoch=hello.epoch, pid=hello.pid)
         if known is not None:
-            for view in self.wpgs.values():
-                if view.agent == address:
-                    # The new agent counts the starts of its gangs anew.
-                    view.incarnation = 0
-                    if view.state != "down":
-                        self._down(view, "its agent was started again")
-        deployments, snapshots = await self._recover(hello)
+            self._started_again(address)
+        await self._welcome(address, hello, self._places[place])
+
+    def _started_again(self, address: bytes) -> None:
+        """An agent that was known is another process now."""
+        for deployment, (where, progress) in list(self._persisting.items()):
+            if where == address:
+                self._persist_ended(deployment, progress, ok=False)
+        for view in self.wpgs.values():
+            if view.agent == address:
+                # The new agent counts the starts of its gangs anew.
+                view.incarnation = 0
+                if view.state != "down":
+                    self._down(view, "its agent was started again")
+
+    async def _welcome(self, address: bytes, hello: tm.Hello, wpgs: tuple[HeldWpg, ...]) -> None:
+        for done in hello.finished:
+            if done.what == "persist" and done.ok:
+                self._persisted(done)
+        deployments, snapshots = await self._recover(hello, [held.id for held in wpgs])
         for done in hello.finished:
             self._acknowledge(address, done.number)
-        for name in self._configs:
-            self.wpgs.setdefault(name, WpgView(name=name, agent=address)).agent = address
-        for held in hello.wpgs:
-            view = self.wpgs.setdefault(held.name, WpgView(name=held.name, agent=address))
-            view.state, view.incarnation, view.pids = held.state, held.incarnation, held.pids
-            if held.state == "up":
-                running = tuple((CallId(call), part) for call, part in held.running)
+        for held in wpgs:
+            self.wpgs[held.id].agent = address
+        for gang in hello.wpgs:
+            view = self.wpgs.get(gang.name)
+            if view is None or view.agent != address:
+                continue
+            view.state, view.incarnation, view.pids = gang.state, gang.incarnation, gang.pids
+            if gang.state == "up":
+                running = tuple((CallId(call), part) for call, part in gang.running)
                 self._shell.feed(
                     WpgUp(
                         at_us=now_us(),
                         cause=CauseId(f"hello of {hello.agent}"),
-                        wpg=WpgId(held.name),
-                        resident=DeploymentId(held.resident) if held.resident else None,
-                        progress=held.progress if held.resident else None,
+                        wpg=WpgId(gang.name),
+                        resident=DeploymentId(gang.resident) if gang.resident else None,
+                        progress=gang.progress if gang.resident else None,
                         running=running,
                     )
                 )
@@ -131,7 +220,7 @@ class AgentHub:
             address,
             tm.Welcome(
                 epoch=self._epoch,
-                wpgs=list(self._configs.values()),
+                wpgs=[held.config() for held in wpgs],
                 models={name: asdict(model) for name, model in self._settings.models.items()},
                 deployments=deployments,
                 snapshots=snapshots,
@@ -153,6 +242,9 @@ class AgentHub:
                     error=report.error,
                 )
                 self._acknowledge(address, report.number)
+            case tm.Done(what="persist"):
+                self._persist_done(report)
+                self._acknowledge(address, report.number)
             case tm.Done():
                 if not report.ok:
                     say(log, "switch_failed", wpg=report.wpg, reason=report.error)
@@ -166,8 +258,8 @@ class AgentHub:
                 pass
 
     def _changed(self, address: bytes, report: tm.WpgChanged) -> None:
-        view = self.wpgs.setdefault(report.name, WpgView(name=report.name, agent=address))
-        if report.incarnation < view.incarnation:
+        view = self.wpgs.get(report.name)
+        if view is None or view.agent != address or report.incarnation < view.incarnation:
             return
         view.incarnation, view.pids, view.reason = report.incarnation, report.pids, report.reason
         say(log, "wpg", name=report.name, state=report.state, reason=report.reason)
@@ -188,11 +280,27 @@ class AgentHub:
                 WpgDown(at_us=now_us(), cause=CauseId(reason), wpg=WpgId(view.name), reason=reason)
             )
 
+    def _persist_done(self, done: tm.Done) -> None:
+        if done.deployment not in self._persisting:
+            return
+        _, asked = self._persisting[done.deployment]
+        if done.ok:
+            self._persisted(done)
+            after = self._persist_ended
+            self._after_commit(lambda: after(done.deployment, done.progress, ok=True))
+        else:
+            say(log, "persist_failed", deployment=done.deployment, reason=done.error)
+            self._persist_ended(done.deployment, asked, ok=False)
+
+    def _persist_ended(self, deployment: str, progress: tuple[int, int], *, ok: bool) -> None:
+        if self._persisting.pop(deployment, None) is not None:
+            self._shell.persisted(DeploymentId(deployment), progress, ok=ok)
+
     def _acknowledge(self, address: bytes, number: int) -> None:
         self._after_commit(lambda: self._post(address, tm.Ack(number=number)))
 
     # -- orders ------------------------------------------------------------------------------
-    def switch(self, step: Switch, weights: Weights | None) -> None:
+    def switch(self, step: Switch, weights: Weights | None, durable: Durable | None) -> None:
         view = self.wpgs[step.wpg]
         self._post(
             view.agent,
@@ -206,6 +314,8 @@ class AgentHub:
                 progress=step.outgoing_progress,
                 snapshot_path=weights.path if weights else "",
                 model=weights.model if weights else "",
+                durable_path=durable.path if durable else "",
+                durable_progress=durable.progress if durable else (0, 0),
             ),
         )
 
@@ -220,6 +330,25 @@ class AgentHub:
                 incarnation=view.incarnation,
                 deployment=step.deployment,
                 progress=step.progress,
+            ),
+        )
+
+    def persist(self, step: Persist, known: Durable | None) -> None:
+        view = self.wpgs.get(step.wpg)
+        if view is None or not view.agent:
+            # Its agent has not said hello since it was last lost.
+            self._shell.persist_later(step)
+            return
+        self._persisting[step.deployment] = (view.agent, step.progress)
+        self._post(
+            view.agent,
+            tm.PersistOrder(
+                epoch=self._epoch,
+                id=self._order_id(),
+                wpg=step.wpg,
+                deployment=step.deployment,
+                folder=str(self._settings.durable_dir),
+                known=known.progress if known else None,
             ),
         )
 
@@ -253,10 +382,12 @@ class AgentHub:
         for address in self.agents:
             self._post(address, order)
 
-    def stop_agents(self) -> None:
-        """The hold is given back."""
-        for address in self.agents:
-            self._post(address, tm.StopOrder(epoch=self._epoch))
+    def drop_at(self, wpg: WpgId, *, deployments: list[str]) -> None:
+        """They have left this WPG: its agent's images of them are garbage."""
+        view = self.wpgs.get(wpg)
+        if view is not None and view.agent:
+            order = tm.DropOrder(epoch=self._epoch, deployments=deployments, snapshots=[])
+            self._post(view.agent, order)
 
     def _order_id(self) -> str:
         self._orders += 1
@@ -265,25 +396,3 @@ class AgentHub:
     def _post(self, address: bytes, command: tm.Command) -> None:
         # Without a task of its own: the link's queue has no limit, so this never waits.
         self._server.post(address, command)
-
-
-def configs_of(settings: Settings) -> dict[str, tm.WpgConfig]:
-    """The WPGs that the configuration asks for, by name."""
-    configs: dict[str, tm.WpgConfig] = {}
-    counts: dict[str, int] = {}
-    for table in settings.wpgs:
-        for index in range(table.count):
-            number = counts.get(table.pool, 0)
-            counts[table.pool] = number + 1
-            name = f"{table.pool}-{number}"
-            cores: tuple[int, ...] = table.cores[index] if index < len(table.cores) else ()
-            options: dict[str, Any] = dict(table.options)
-            configs[name] = tm.WpgConfig(
-                name=name,
-                engine=table.engine,
-                world=table.gpus,
-                gpus=table.gpus,
-                options=options,
-                cores=list(cores),
-            )
-    return configs

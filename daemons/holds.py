@@ -1,191 +1,483 @@
-"""The hold of a partition: submitted once, found again by later daemons, released at the end.
+"""The partition's holds: submits, follows, renews, drains and releases them.
 
-Knows Slurm only through its port. With the local adapter the hold's batch script is a detached
-process; it keeps the agent running whatever happens to the daemon.
+What to do is decided by ``core.holding``; this module brings it the facts, which are Slurm's,
+and carries its actions out. A Slurm that does not answer is a pause, never a lost hold.
 """
 
 import asyncio
-import json
 import logging
-import os
-import sys
-import time
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from plexrl_slurm.clock import now_us
-from plexrl_slurm.core.errors import SlurmRejected
+from plexrl_slurm.core.errors import SlurmRejected, SlurmUnavailable
+from plexrl_slurm.core.holding import (
+    Demand,
+    Drain,
+    Extend,
+    Fault,
+    HoldAction,
+    HoldPhase,
+    HoldRules,
+    HoldView,
+    Release,
+    Renewal,
+    Submit,
+    Undrain,
+    decide,
+    excluded,
+    rest_until_us,
+)
 from plexrl_slurm.core.ids import CauseId, SlurmId, WpgId
-from plexrl_slurm.core.messages import Activity, Charge, Wpg
-from plexrl_slurm.daemons.agent_config import AgentConfig
-from plexrl_slurm.db import holds, ledger
-from plexrl_slurm.db.models import HoldRow, HoldState
-from plexrl_slurm.db.store import Store
+from plexrl_slurm.core.messages import (
+    WpgDraining,
+    WpgResumed,
+)
+from plexrl_slurm.daemons import hold_writes
+from plexrl_slurm.daemons.agents import AgentHub
+from plexrl_slurm.daemons.held_wpgs import HeldWpgs, LiveHold
+from plexrl_slurm.daemons.hold_job import submit_hold
+from plexrl_slurm.daemons.hold_views import excluded_views, view_of
+from plexrl_slurm.daemons.layout import (
+    LOCALHOST,
+    Found,
+    Place,
+    find_again,
+    lay_out,
+)
+from plexrl_slurm.daemons.moves import Mover
+from plexrl_slurm.daemons.service_base import Parts
+from plexrl_slurm.db import holds as rows
+from plexrl_slurm.db import ledger
+from plexrl_slurm.db.models import HoldRow
 from plexrl_slurm.logs import say
-from plexrl_slurm.settings import Settings
-from plexrl_slurm.slurm.port import ENDED, BatchJob, SlurmPort
-from plexrl_slurm.slurm.templates import render
+from plexrl_slurm.slurm.port import ENDED, ClusterPort, JobStatus, SlurmState
 
 log = logging.getLogger(__name__)
 
+#: A given-back hold whose agents have not ended by then is cancelled.
+RELEASE_US = 10_000_000
+#: A job that nobody knows in so many answers in a row is gone.
+UNKNOWN_LOOKS = 5
+#: Pauses after submissions that failed, and holds that ended at once.
+FIRST_REST_US = 5_000_000
+LONGEST_REST_US = 600_000_000
 
-#: Between two looks at the hold's Slurm job.
-WATCH_S = 2.0
 
+class HoldKeeper:
+    """One a daemon."""
 
-class Holds:
-    """One hold on one node, for now; more are the next issue's work."""
+    def __init__(self, parts: Parts, hub: AgentHub, mover: Mover, *, endpoint: str) -> None:
+        self.live: dict[str, LiveHold] = {}
+        #: Why no hold could be submitted the last time; "" if it could.
+        self.trouble = ""
+        self._parts, self._hub, self._mover, self._endpoint = parts, hub, mover, endpoint
+        self._settings = parts.settings
+        self._wpgs = HeldWpgs(parts, hub, mover)
+        self._failed_us: list[int] = []
+        #: The partition is taken down: nothing new is submitted.
+        self._closing = False
 
-    def __init__(self, settings: Settings, store: Store, port: SlurmPort, *, endpoint: str) -> None:
-        self._settings, self._store, self._port = settings, store, port
-        self._endpoint = endpoint
+    # -- start -------------------------------------------------------------------------------
+    async def adopt(self) -> None:
+        """Find the holds of earlier daemons again."""
+        store, settings = self._parts.store, self._settings
+        since_us = now_us() - settings.hold.exclude_us
+        for fault in await store.run(
+            rows.node_faults, partition=settings.partition, since_us=since_us
+        ):
+            self._wpgs.faults.append(Fault(node=fault.node, at_us=fault.at_us, reason=fault.reason))
+        for row in await store.run(rows.live_holds, settings.partition):
+            hold = LiveHold(
+                id=row.id,
+                slurm_id=SlurmId(row.slurm_id),
+                submitted_us=row.started_us,
+                replaces=row.replaces,
+                running_us=row.running_us,
+            )
+            self.live[hold.id] = hold
+            self._hub.await_hold(hold.id)
+            await store.run(rows.set_hold_epoch, row.id, str(self._parts.epoch))
+            if row.running_us is not None:
+                await self._take_over(hold, row)
+            say(log, "hold_found", hold=hold.id, slurm_id=hold.slurm_id, wpgs=sorted(hold.wpgs))
+            if row.draining and hold.wpgs:
+                self._drain(hold, row.reason)
+        for job in self._parts.state.jobs.values():
+            for wpg in job.homes.values():
+                if wpg not in self._parts.placer.wpgs:
+                    self._mover.gone(wpg)
 
-    async def ensure(
-        self, wpgs: dict[WpgId, Wpg], *, epoch: int
-    ) -> tuple[HoldRow, dict[WpgId, int]]:
-        """The live hold, or a new one; and up to when each of its WPGs is booked."""
-        for row in await self._store.run(holds.live_holds, self._settings.partition):
-            status = self._port.states([SlurmId(row.slurm_id)]).get(SlurmId(row.slurm_id))
-            if status is not None and status.state not in ENDED:
-                booked = await self._store.run(ledger.last_stop, row.id)
-                if set(booked) == set(wpgs):
-                    await self._store.run(holds.set_hold_epoch, row.id, str(epoch))
-                    say(log, "hold_found", hold=row.id, slurm_id=row.slurm_id)
-                    return row, booked
-                say(log, "hold_changed", hold=row.id, had=sorted(booked), wants=sorted(wpgs))
-                self._port.cancel(SlurmId(row.slurm_id))
-            await self._end(row)
-        return await self._submit(wpgs, epoch=epoch)
-
-    async def _end(self, row: HoldRow) -> None:
-        """Close the books of a hold that is gone: what nobody has booked was down time."""
-        booked = await self._store.run(ledger.last_stop, row.id)
-        end = max(booked.values(), default=now_us())
-        await self._store.run(_close, row.id, booked, end)
-
-    async def _submit(
-        self, wpgs: dict[WpgId, Wpg], *, epoch: int
-    ) -> tuple[HoldRow, dict[WpgId, int]]:
-        settings, now = self._settings, now_us()
-        hold_id = f"h{now}"
-        folder = settings.state_dir / "holds"
-        folder.mkdir(parents=True, exist_ok=True)
-        config = AgentConfig(
-            agent=f"{hold_id}.node0",
-            hold=hold_id,
-            node="localhost",
-            endpoint=self._endpoint,
-            state_dir=str(settings.state_dir),
-            host_dir=str(settings.host_dir / settings.partition),
-        )
-        path = folder / f"{hold_id}.json"
-        path.write_text(json.dumps(asdict(config)), encoding="utf-8")
-        script = render(
-            "agent.sh.j2",
-            hold=hold_id,
-            partition=settings.partition,
-            python=sys.executable,
-            config=str(path),
-        )
-        slurm_id = self._port.submit(
-            BatchJob(
-                name=f"plexrl-{settings.partition}",
-                script=script,
-                workdir=settings.state_dir,
-                environment=agent_environment(),
-                output=str(folder / f"{hold_id}.log"),
-            ),
-            hold=False,
-        )
-        await self._store.run(_open, settings, hold_id, slurm_id, epoch, wpgs, now)
-        say(log, "hold_submitted", hold=hold_id, slurm_id=slurm_id)
-        (row,) = [
-            row
-            for row in await self._store.run(holds.live_holds, settings.partition)
-            if row.id == hold_id
+    async def _take_over(self, hold: LiveHold, row: HoldRow) -> None:
+        found = [
+            Found(name=each.name, slot=each.slot, component=each.component, node=each.node)
+            for each in await self._parts.store.run(rows.held_wpgs, hold.id)
         ]
-        return row, dict.fromkeys(wpgs, now)
+        booked = await self._parts.store.run(ledger.last_stop, hold.id)
+        rooms = {
+            (each.component, each.node): self._wpgs.room(hold, each.component, each.node)
+            for each in found
+        }
+        layout = find_again(
+            self._wpgs.slots, hold.id, found, {key: room for key, room in rooms.items() if room}
+        )
+        changed = {each.name for each in found} - {held.id for held in layout}
+        if changed:
+            # The settings have another set of WPGs now.
+            say(log, "hold_changed", hold=hold.id, gone=sorted(changed))
+            await self._parts.store.run(
+                hold_writes.close, hold.id, {w: booked[WpgId(w)] for w in changed}
+            )
+        hold.places = {held.place for held in layout}
+        hold.batch_node = row.batch_node or LOCALHOST
+        self._wpgs.add(hold, layout, {held.id: booked[held.id] for held in layout})
+        self._hub.expect(hold.id, layout, hold.places)
 
-    async def watch(self, hold_id: str, slurm_id: str) -> None:
-        """Raises when Slurm has ended the hold: nothing can run, and the next daemon makes one."""
+    # -- for ever ----------------------------------------------------------------------------
+    async def run(self) -> None:
+        """Follow Slurm's answers."""
         while True:
-            await asyncio.sleep(WATCH_S)
-            if not await asyncio.to_thread(self.alive, slurm_id):
-                raise SlurmRejected(
-                    (f"hold {hold_id}",),
-                    f"its Slurm job {slurm_id} has ended: start the daemon again, which gets a "
-                    f"new hold and goes on with the jobs",
-                )
+            await self._parts.watch.news(timeout_s=10.0)
+            await self.look()
 
-    async def ended(self, hold_id: str, *, at_us: int) -> None:
-        """The hold was given back."""
-        await self._store.run(holds.end_hold, hold_id, now_us=at_us)
+    async def look(self) -> None:
+        """Take the last answer in, then decide."""
+        watch = self._parts.watch
+        if watch.at_us == 0:
+            return
+        for hold in list(self.live.values()):
+            if hold.submitted_us < watch.at_us and not watch.trouble:
+                await self._follow(hold, watch.jobs.get(hold.slurm_id))
+        self._lose_silent()
+        self._say_why()
+        if self._closing:
+            return
+        now = now_us()
+        for action in decide(
+            now,
+            [self._view(hold, now) for hold in self.live.values()],
+            self._demand(),
+            self._rules(),
+            not_before_us=rest_until_us(
+                self._failed_us, first_us=FIRST_REST_US, longest_us=LONGEST_REST_US
+            ),
+        ):
+            await self._do(action)
 
-    def wait_for_end(self, slurm_id: str, patience_s: float) -> bool:
-        """Whether the hold ended within ``patience_s``. Blocks; for a thread."""
-        deadline = time.monotonic() + patience_s
-        while self.alive(slurm_id):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.1)
+    def _rules(self) -> HoldRules:
+        rules = self._settings.hold
+        local = rules.backend == "local"
+        return HoldRules(
+            min=rules.min,
+            max=rules.max,
+            renew_before_us=rules.renew_before_us,
+            renewal=Renewal(rules.renewal),
+            time_limit_us=None if local else rules.time_limit_us,
+            scale_up_after_us=rules.scale_up_after_us,
+            idle_release_us=rules.idle_release_us,
+        )
+
+    def _demand(self) -> Demand:
+        return Demand(
+            waiting_since_us=self._parts.state.waiting_since_us,
+            homeless=bool(self._mover.homeless()),
+        )
+
+    def _view(self, hold: LiveHold, now: int) -> HoldView:
+        state = self._parts.state
+        in_use = any(
+            home in hold.wpgs for job in state.jobs.values() for home in job.homes.values()
+        )
+        ready = self._wpgs.is_whole(hold) and all(
+            self._hub.wpgs[wpg].state == "up" for wpg in hold.wpgs if wpg in self._hub.wpgs
+        )
+        if ready and not hold.came_up:
+            hold.came_up, self._failed_us = True, []
+        if in_use or not hold.came_up:
+            hold.idle_since_us = None
+        elif hold.idle_since_us is None:
+            hold.idle_since_us = now
+        pools = {held.slot.pool for held in hold.wpgs.values()}
+        running = hold.running_us is not None
+        if hold.extending_from_us is not None and hold.limit_end_us != hold.extending_from_us:
+            hold.extending_from_us = None
+        return HoldView(
+            id=hold.id,
+            phase=hold.phase,
+            submitted_us=hold.submitted_us,
+            started_us=hold.running_us,
+            limit_end_us=hold.limit_end_us if running else None,
+            ready=running and ready,
+            in_use=in_use,
+            idle_since_us=hold.idle_since_us,
+            draining=hold.draining,
+            drained=hold.draining and all(wpg in self._mover.drained for wpg in hold.wpgs),
+            replaces=hold.replaces,
+            batch_lost=hold.batch_lost,
+            lost_nodes=hold.lost_nodes,
+            whole=not running or self._wpgs.is_whole(hold),
+            useless=running and pools != {slot.pool for slot in self._wpgs.slots},
+            extending=hold.extending_from_us is not None,
+            extend_refused=hold.extend_refused,
+            pending_reason=hold.reason,
+        )
+
+    def _say_why(self) -> None:
+        """What a job that finds no WPG is told."""
+        waiting = [hold for hold in self.live.values() if hold.phase is HoldPhase.PENDING]
+        words = [
+            f"hold {hold.id} (Slurm job {hold.slurm_id}) waits in Slurm"
+            + (f" ({hold.reason})" if hold.reason else "")
+            for hold in waiting
+        ]
+        if self.trouble:
+            words.append(f"a new hold could not be submitted: {self.trouble}")
+        if self._parts.watch.trouble:
+            words.append(f"Slurm does not answer: {self._parts.watch.trouble}")
+        self._parts.placer.why_no_more = "; ".join(words)
+
+    # -- facts of Slurm ----------------------------------------------------------------------
+    async def _follow(self, hold: LiveHold, status: JobStatus | None) -> None:
+        if status is None:
+            status = await self._ask(hold)
+        if status is None:
+            hold.unknown += 1
+            if hold.unknown >= UNKNOWN_LOOKS:
+                self._ended(hold, 0, "Slurm does not know its job any more")
+            return
+        hold.unknown = 0
+        if status.state in ENDED:
+            word = status.word or str(status.state)
+            self._ended(hold, status.end_us or now_us(), f"Slurm says {word}")
+        elif status.state is SlurmState.PENDING:
+            hold.reason = status.reason
+            if hold.running_us is not None:
+                self._requeued(hold, status)
+            if status.restarts and status.reason == "BeginTime" and not hold.cancelled:
+                await self._slurm(lambda: self._cluster().start_now(hold.slurm_id))
+        elif status.state in (SlurmState.RUNNING, SlurmState.COMPLETING):
+            hold.limit_end_us = status.end_us if self._settings.backend == "slurm" else None
+            if hold.running_us is None and status.state is SlurmState.RUNNING:
+                self._started(hold, status)
+            elif hold.running_us is not None:
+                self._compare_nodes(hold, status)
+        if hold.releasing_us is not None and now_us() - hold.releasing_us > RELEASE_US:
+            await self._cancel(hold)
+
+    async def _ask(self, hold: LiveHold) -> JobStatus | None:
+        """A job that is not in the answer: accounting may know it."""
+        try:
+            found = await asyncio.to_thread(self._parts.port.states, [hold.slurm_id])
+        except (SlurmUnavailable, SlurmRejected) as problem:
+            return JobStatus(state=SlurmState.UNSURE, reason=str(problem))
+        return found.get(hold.slurm_id)
+
+    def _nodes(self, hold: LiveHold, status: JobStatus) -> set[Place] | None:
+        """Where the hold has nodes; ``None`` while not every component is known."""
+        if self._settings.backend == "local":
+            return {Place(hold=hold.id, component=0, node=LOCALHOST)}
+        found: set[Place] = set()
+        for index, each in enumerate(status.components or (hold.slurm_id,)):
+            component = status if each == hold.slurm_id else self._parts.watch.jobs.get(each)
+            if component is None:
+                return None
+            found |= {Place(hold=hold.id, component=index, node=n) for n in component.nodes}
+        return found
+
+    def _started(self, hold: LiveHold, status: JobStatus) -> None:
+        places = self._nodes(hold, status)
+        wanted = {index for index, _ in enumerate(self._settings.hold.components)} or {0}
+        if places is None or {place.component for place in places} != wanted:
+            return
+        in_order = sorted(places, key=lambda place: (place.component, place.node))
+        rooms = [self._wpgs.room(hold, place.component, place.node) for place in in_order]
+        layout = lay_out(
+            self._wpgs.slots, [room for room in rooms if room], taken=self._parts.placer.wpgs
+        )
+        began_us = status.start_us or now_us()
+        hold.running_us, hold.places, hold.reason = began_us, places, ""
+        hold.batch_node = status.batch_node or LOCALHOST
+        hold.lost_nodes, hold.came_up, hold.extend_refused = 0, False, False
+        clock = self._parts.shell.core.clock_us
+        held_us = {held.id: max(began_us, clock(held.id)) for held in layout}
+        say(log, "hold_runs", hold=hold.id, nodes=sorted(place.node for place in places))
+        stays = [
+            rows.Stay(
+                wpg=held.wpg,
+                held_us=held_us[held.id],
+                component=held.place.component,
+                node=held.place.node,
+                slot=held.slot.name,
+            )
+            for held in layout
+        ]
+        self._parts.writer.add(hold_writes.started, hold.id, began_us, hold.batch_node, stays)
+        self._wpgs.add(hold, layout, held_us)
+        self._hub.expect(hold.id, layout, places)
+        self._mover.resettle(f"hold {hold.id} has its nodes")
+        self._parts.wake_intake.set()
+
+    def _compare_nodes(self, hold: LiveHold, status: JobStatus) -> None:
+        places = self._nodes(hold, status)
+        if places is None or not status.nodes:
+            return
+        for place in sorted(hold.places - places, key=lambda place: place.node):
+            self._wpgs.lose_place(hold, place, f"Slurm lost node {place.node}")
+
+    def _lose_silent(self) -> None:
+        before_us = now_us() - 10 * self._settings.hold.agent_timeout_us
+        for place in self._hub.silent(before_us) if self._settings.backend == "slurm" else ():
+            if (hold := self.live.get(place.hold)) is not None:
+                self._wpgs.lose_place(hold, place, f"the agent on node {place.node} is silent")
+
+    def _requeued(self, hold: LiveHold, status: JobStatus) -> None:
+        reason = f"Slurm put hold {hold.id} back into its queue"
+        say(log, "hold_requeued", hold=hold.id, reason=status.reason)
+        self._wpgs.drop_all(hold, now_us(), reason)
+        hold.running_us, hold.limit_end_us, hold.draining = None, None, False
+        self._hub.await_hold(hold.id)
+        self._parts.writer.add(hold_writes.requeue, hold.id, status.reason, now_us())
+        self._mover.resettle(reason)
+
+    def _ended(self, hold: LiveHold, at_us: int, reason: str) -> None:
+        say(log, "hold_ended", hold=hold.id, slurm_id=hold.slurm_id, reason=reason)
+        at_us = min(at_us, now_us())
+        self._wpgs.drop_all(hold, at_us, f"hold {hold.id} has ended ({reason})")
+        self._hub.forget_hold(hold.id, reason)
+        del self.live[hold.id]
+        if hold.releasing_us is None and not hold.came_up:
+            self._failed_us.append(now_us())
+        self._parts.writer.add(hold_writes.end, hold.id, max(at_us, hold.submitted_us))
+        self._mover.resettle(reason)
+
+    # -- actions -----------------------------------------------------------------------------
+    async def _do(self, action: HoldAction) -> None:
+        hold = self.live.get(action.hold) if not isinstance(action, Submit) else None
+        kind = type(action).__name__.lower()
+        say(log, f"hold_{kind}", hold=hold.id if hold else "", reason=action.reason)
+        match action:
+            case Submit():
+                await self._submit(action)
+            case Extend() if hold is not None:
+                await self._extend(hold, action.limit_us)
+            case Drain() if hold is not None:
+                self._drain(hold, action.reason)
+            case Undrain() if hold is not None:
+                self._undrain(hold)
+            case Release() if hold is not None:
+                await self.release(hold)
+            case _:
+                pass
+
+    async def _submit(self, action: Submit) -> None:
+        settings, parts = self._settings, self._parts
+        out = excluded(
+            now_us(), self._wpgs.faults, settings.hold.exclude_after, settings.hold.exclude_us
+        )
+        name = await parts.store.run(rows.next_hold_id)
+        self._hub.await_hold(name)
+        try:
+            slurm_id = await asyncio.to_thread(
+                submit_hold,
+                parts.port,
+                settings,
+                name,
+                endpoint=self._endpoint,
+                exclude=sorted(out),
+            )
+        except (SlurmRejected, SlurmUnavailable, OSError) as problem:
+            self.trouble = str(problem)
+            self._failed_us.append(now_us())
+            say(log, "hold_refused", reason=problem)
+            return
+        self.trouble = ""
+        hold = LiveHold(id=name, slurm_id=slurm_id, submitted_us=now_us(), replaces=action.replaces)
+        await parts.store.run(
+            rows.open_hold,
+            hold_id=name,
+            partition=settings.partition,
+            backend=settings.backend,
+            slurm_id=slurm_id,
+            epoch=str(parts.epoch),
+            now_us=hold.submitted_us,
+            replaces=action.replaces,
+        )
+        self.live[name] = hold
+        say(log, "hold_submitted", hold=name, slurm_id=slurm_id)
+
+    async def _extend(self, hold: LiveHold, limit_us: int) -> None:
+        try:
+            await asyncio.to_thread(
+                self._cluster().set_time_limit, hold.slurm_id, limit_us=limit_us
+            )
+        except SlurmRejected as problem:
+            hold.extend_refused = True
+            say(log, "extend_refused", hold=hold.id, reason=problem)
+        except SlurmUnavailable as problem:
+            say(log, "extend_failed", hold=hold.id, reason=problem)
+        else:
+            hold.extending_from_us = hold.limit_end_us
+
+    def _drain(self, hold: LiveHold, reason: str) -> None:
+        hold.draining, hold.reason = True, reason
+        self._parts.writer.add(hold_writes.draining, hold.id, True, reason)
+        for wpg in hold.wpgs:
+            self._parts.placer.draining.add(wpg)
+            self._parts.shell.feed(WpgDraining(at_us=now_us(), cause=CauseId(reason), wpg=wpg))
+
+    def _undrain(self, hold: LiveHold) -> None:
+        hold.draining, hold.reason = False, ""
+        self._parts.writer.add(hold_writes.draining, hold.id, False, "")
+        for wpg in hold.wpgs:
+            self._parts.placer.draining.discard(wpg)
+            self._mover.drained.discard(wpg)
+            self._parts.shell.feed(
+                WpgResumed(at_us=now_us(), cause=CauseId("it is wanted again"), wpg=wpg)
+            )
+
+    async def release(self, hold: LiveHold) -> None:
+        """Give it back: its agents end, or its job is cancelled after a moment."""
+        if hold.releasing_us is None:
+            hold.releasing_us = now_us()
+            self._hub.stop_hold(hold.id)
+        if hold.running_us is None:
+            await self._cancel(hold)
+
+    async def _cancel(self, hold: LiveHold) -> None:
+        if not hold.cancelled:
+            hold.cancelled = await self._slurm(lambda: self._parts.port.cancel(hold.slurm_id))
+
+    async def release_all(self, patience_s: float) -> None:
+        """The partition is taken down."""
+        self._closing = True
+        for hold in list(self.live.values()):
+            await self.release(hold)
+        deadline = now_us() + round(patience_s * 1e6)
+        while self.live and now_us() < deadline:
+            await self._parts.watch.look()
+            await self.look()
+            await asyncio.sleep(0.2)
+        for hold in list(self.live.values()):
+            await self._cancel(hold)
+            self._ended(hold, now_us(), "it was cancelled with the partition")
+        await self._parts.writer.drain()
+
+    async def _slurm(self, ask: Any) -> bool:
+        """Whether Slurm did it; if not, it is asked again at the next look."""
+        try:
+            await asyncio.to_thread(ask)
+        except (SlurmRejected, SlurmUnavailable) as problem:
+            say(log, "slurm_refused", reason=problem)
+            return False
         return True
 
-    def alive(self, slurm_id: str) -> bool:
-        """Whether Slurm still has it. No answer is not an end."""
-        status = self._port.states([SlurmId(slurm_id)]).get(SlurmId(slurm_id))
-        return status is None or status.state not in ENDED
+    def _cluster(self) -> ClusterPort:
+        return self._parts.port  # type: ignore[return-value]
 
+    # -- views -------------------------------------------------------------------------------
+    def views(self) -> list[dict[str, Any]]:
+        """For ``plexrl sinfo``."""
+        return [view_of(hold, self._settings.backend) for hold in self.live.values()]
 
-def agent_environment() -> dict[str, str]:
-    """What an agent and its ranks need of the daemon's environment."""
-    keep = ("PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV", "TMPDIR", "LD_LIBRARY_PATH")
-    chosen = {name: os.environ[name] for name in keep if name in os.environ}
-    for name, value in os.environ.items():
-        if name.startswith(("VLLM_", "DS_", "DEEPSPEED_", "TORCH_", "CUDA_", "NCCL_", "OPENBLAS_")):
-            chosen[name] = value
-    chosen["PATH"] = f"{Path(sys.executable).parent}:{chosen.get('PATH', '/usr/bin:/bin')}"
-    return chosen
-
-
-def _open(
-    session: Any,
-    settings: Settings,
-    hold_id: str,
-    slurm_id: SlurmId,
-    epoch: int,
-    wpgs: dict[WpgId, Wpg],
-    now: int,
-) -> None:
-    holds.open_hold(
-        session,
-        hold_id=hold_id,
-        partition=settings.partition,
-        backend=settings.backend,
-        slurm_id=slurm_id,
-        epoch=str(epoch),
-        now_us=now,
-    )
-    stays = [holds.Stay(wpg=wpg, held_us=now) for wpg in wpgs.values()]
-    holds.hold_wpgs(session, hold_id, stays)
-    holds.set_hold_state(session, hold_id, HoldState.UP)
-
-
-def _close(session: Any, hold_id: str, booked: dict[WpgId, int], end: int) -> None:
-    gpus = {row.name: row.gpus for row in holds.held_wpgs(session, hold_id)}
-    charges = [
-        Charge(
-            wpg=wpg,
-            activity=Activity.DOWN,
-            job=None,
-            call=None,
-            start_us=stop,
-            stop_us=end,
-            gpu_us=(end - stop) * gpus[wpg],
-            cause=CauseId("the hold was gone"),
-        )
-        for wpg, stop in booked.items()
-        if stop < end
-    ]
-    ledger.append(session, charges, holds=dict.fromkeys(booked, hold_id))
-    holds.end_hold(session, hold_id, now_us=end)
+    def excluded(self) -> list[dict[str, Any]]:
+        """Nodes that are left out for a while."""
+        return excluded_views(self._wpgs.faults, self._settings.hold)

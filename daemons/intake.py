@@ -13,14 +13,15 @@ from plexrl_slurm.core.errors import (
 )
 from plexrl_slurm.core.ids import JobId, SlurmId
 from plexrl_slurm.core.states import JobState
+from plexrl_slurm.daemons.controllers import Controllers
 from plexrl_slurm.daemons.recovery import LEASE_US
 from plexrl_slurm.daemons.service_base import Parts
 from plexrl_slurm.daemons.service_jobs import PartitionService
+from plexrl_slurm.daemons.service_submission import USER_HOLD
 from plexrl_slurm.daemons.state import LiveJob
 from plexrl_slurm.db import queue
 from plexrl_slurm.db.models import JobRow
 from plexrl_slurm.logs import say
-from plexrl_slurm.slurm.port import ENDED, SlurmState
 
 log = logging.getLogger(__name__)
 
@@ -35,19 +36,13 @@ FETCHED_US = 600_000_000
 #: One that nobody has ever fetched stays for so long.
 UNFETCHED_US = 3_600_000_000
 
-_ENDS = {
-    SlurmState.COMPLETED: JobState.COMPLETED,
-    SlurmState.FAILED: JobState.FAILED,
-    SlurmState.CANCELLED: JobState.CANCELLED,
-    SlurmState.TIMEOUT: JobState.TIMEOUT,
-}
-
 
 class Intake:
     """Two loops of the daemon."""
 
     def __init__(self, parts: Parts, service: PartitionService) -> None:
         self._parts, self._service = parts, service
+        self._controllers = Controllers(parts, service)
 
     async def run(self) -> None:
         """Claim and watch for ever."""
@@ -58,7 +53,7 @@ class Intake:
             try:
                 if not self._parts.state.draining:
                     await self._claim()
-                await self._watch()
+                await self._controllers.watch()
             except PlexError as problem:
                 if not problem.retryable:
                     raise
@@ -120,6 +115,7 @@ class Intake:
                 now_us=self._service.now_us(),
             )
             if row is None:
+                parts.state.waiting_since_us = None
                 return
             if (known := parts.state.jobs.get(JobId(row.id))) is not None:
                 await self._admit(row, known)  # its lease had lapsed while it was ours
@@ -128,11 +124,12 @@ class Intake:
             try:
                 obstacles = parts.placer.admit(job, list(row.models))
             except (ModelTooLarge, UnknownModel) as problem:
-                await self._give_up(job, str(problem))
+                await self._controllers.give_up(job, str(problem))
                 continue
             if not obstacles:
                 await self._admit(row, job)
             elif await self._unclaim(job, obstacles):
+                parts.state.waiting_since_us = row.submitted_us
                 return
 
     async def _unclaim(self, job: LiveJob, obstacles: Sequence[str]) -> bool:
@@ -149,58 +146,26 @@ class Intake:
             return False
         return True
 
-    async def _give_up(self, job: LiveJob, reason: str) -> None:
-        """A job that can never go on."""
-        await self._service.cancel_in_slurm(job.slurm_id)
-        await self._service.end_job(job.id, state=JobState.FAILED, reason=reason, exit_code=None)
-
     async def _admit(self, row: JobRow, job: LiveJob) -> None:
         parts, job_id = self._parts, job.id
         parts.state.jobs[job_id] = job
         if row.token_sha256 is not None:
             parts.state.tokens[row.token_sha256] = job_id
         say(log, "job_admitted", job=job_id, slurm_id=job.slurm_id, homes=job.homes)
+        homes = {str(pool): str(wpg) for pool, wpg in job.homes.items()}
+        await parts.store.run(queue.set_homes, job_id, homes)
         await self._release(job)
 
     async def _release(self, job: LiveJob) -> None:
+        status = self._parts.watch.jobs.get(job.slurm_id)
+        if job.user_held and (status is None or status.reason != "JobHeldAdmin"):
+            return  # it is its owner who releases it
         try:
             await asyncio.to_thread(self._parts.port.release, job.slurm_id)
         except SlurmRejected as problem:
             await self._service.end_job(
                 job.id, state=JobState.FAILED, reason=str(problem), exit_code=None
             )
-
-    async def _watch(self) -> None:
-        parts = self._parts
-        for job in [job for job in parts.state.jobs.values() if job.unfit]:
-            await self._give_up(job, job.unfit)
-        live = {job.slurm_id: job for job in parts.state.jobs.values()}
-        bound = await parts.store.run(_bound, parts.settings.partition)
-        found = await asyncio.to_thread(parts.port.states, [*live, *bound])
-        for slurm_id, status in found.items():
-            at = live.get(slurm_id)
-            if status.state in ENDED:
-                state = _ENDS[status.state]
-                reason = _reason(status.state, status.exit_code)
-                if at is None and state is not JobState.CANCELLED:
-                    state = JobState.FAILED
-                    reason = "its Slurm job ended before it was admitted: never release it yourself"
-                await self._service.end_job(
-                    at.id if at is not None else bound[slurm_id],
-                    state=state,
-                    reason=reason,
-                    exit_code=status.exit_code,
-                )
-            elif at is not None and status.state is SlurmState.RUNNING:
-                await self._start(at)
-
-    async def _start(self, job: LiveJob) -> None:
-        if job.running or job.ended:
-            return  # the second: it was cancelled while Slurm was asked
-        await self._parts.store.run(
-            queue.start, job.id, owner=str(self._parts.epoch), now_us=self._service.now_us()
-        )
-        job.running = True
 
 
 def _live(row: JobRow) -> LiveJob:
@@ -213,23 +178,5 @@ def _live(row: JobRow) -> LiveJob:
         priority=row.priority,
         slurm_id=SlurmId(row.slurm_id or ""),
         running=False,
+        user_held=row.options.get(USER_HOLD) == "user",
     )
-
-
-def _bound(session: object, partition: str) -> dict[SlurmId, JobId]:
-    """Jobs that wait in the queue with a Slurm job behind them: one may be cancelled there."""
-    rows = queue.list_jobs(
-        session,  # type: ignore[arg-type]
-        partition=partition,
-        states=[JobState.PENDING],
-        ended=False,
-    )
-    return {SlurmId(row.slurm_id): JobId(row.id) for row in rows if row.slurm_id is not None}
-
-
-def _reason(state: SlurmState, exit_code: int | None) -> str:
-    if state is SlurmState.COMPLETED:
-        return ""
-    if state is SlurmState.FAILED:
-        return f"its script ended with exit code {exit_code}"
-    return "its time limit passed" if state is SlurmState.TIMEOUT else "cancelled"

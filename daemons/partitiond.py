@@ -20,19 +20,19 @@ import uvloop
 
 from plexrl_slurm import logs, settings
 from plexrl_slurm.api.app import make_app
-from plexrl_slurm.api.server import serve
+from plexrl_slurm.api.munge import Munge
+from plexrl_slurm.api.server import Tls, serve
 from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.costs import SwitchCosts
-from plexrl_slurm.core.errors import BadConfig, Denied, PlexError
-from plexrl_slurm.core.ids import CauseId, SlurmId, WpgId
-from plexrl_slurm.core.messages import Pool, Wpg, WpgHeld, WpgReleased
+from plexrl_slurm.core.errors import Denied, PlexError
 from plexrl_slurm.core.policy import find_policy
 from plexrl_slurm.core.scheduler import SchedulerCore
 from plexrl_slurm.core.states import JobState
 from plexrl_slurm.daemons.accounting import Accounting
-from plexrl_slurm.daemons.agents import AgentHub, configs_of
-from plexrl_slurm.daemons.holds import Holds
+from plexrl_slurm.daemons.agents import AgentHub
+from plexrl_slurm.daemons.holds import HoldKeeper
 from plexrl_slurm.daemons.intake import Intake
+from plexrl_slurm.daemons.moves import Mover
 from plexrl_slurm.daemons.placement import Placer
 from plexrl_slurm.daemons.recovery import Recovery
 from plexrl_slurm.daemons.service_base import Parts
@@ -40,18 +40,22 @@ from plexrl_slurm.daemons.service_jobs import PartitionService
 from plexrl_slurm.daemons.shell import Shell
 from plexrl_slurm.daemons.spool import Spool
 from plexrl_slurm.daemons.state import State
+from plexrl_slurm.daemons.watch import SlurmWatch
 from plexrl_slurm.daemons.writer import Writer
 from plexrl_slurm.db import schema
 from plexrl_slurm.db.engine import open_database
 from plexrl_slurm.db.store import Store
 from plexrl_slurm.logs import say
 from plexrl_slurm.settings import Settings
+from plexrl_slurm.slurm.choose import make_cluster_port
 from plexrl_slurm.slurm.local import LocalSlurm
 from plexrl_slurm.slurm.port import SlurmPort
 from plexrl_slurm.transport.links import AgentServer
 
 log = logging.getLogger(__name__)
 
+#: Between two looks at the local backend's job folders.
+LOCAL_POLL_US = 500_000
 #: How long a given-back hold may take to end before its script is cancelled.
 RELEASE_S = 20.0
 #: How long a daemon that is stopped may try to reach its database; the next one finds the rest.
@@ -60,12 +64,9 @@ DRAIN_S = 10.0
 
 def make_port(config: Settings) -> SlurmPort:
     """The adapter that the configuration names."""
-    if config.backend != "local":
-        raise BadConfig(
-            str(config.path),
-            (f'[hold] backend = "{config.backend}" is not there yet: use "local"',),
-        )
-    return LocalSlurm(config.state_dir / "local")
+    if config.slurm is None:
+        return LocalSlurm(config.state_dir / "local")
+    return make_cluster_port(config.slurm.adapter, config.slurm.conf, config.slurm.timeout_us / 1e6)
 
 
 def lock(config: Settings) -> int:
@@ -104,27 +105,24 @@ class Daemon:
         store = Store(engine)
         writer = Writer(store)
         spool = Spool(config.state_dir / "spool")
-        for private in ("checkpoints", "holds", "ranks"):
+        for private in ("checkpoints", "holds", "ranks", "durable", "snapshots"):
             (config.state_dir / private).mkdir(exist_ok=True)
             (config.state_dir / private).chmod(0o700)
         state = State()
-        wpgs = {
-            WpgId(name): Wpg(id=WpgId(name), pool=Pool(name.rpartition("-")[0]), gpus=wpg.gpus)
-            for name, wpg in configs_of(config).items()
-        }
         server = AgentServer(config.state_dir)
-        endpoint = server.start("127.0.0.1")
+        endpoint = server.start(config.hold.agent_address)
         port = make_port(config)
-        hold_keeper = Holds(config, store, port, endpoint=endpoint)
-        hold, booked = await hold_keeper.ensure(wpgs, epoch=epoch)
-        books = Accounting(writer, spool, holds=dict.fromkeys(wpgs, hold.id))
+        books = Accounting(writer, spool)
         core = SchedulerCore(
             find_policy(config.policy),
             costs=SwitchCosts(),
             hold_us=config.hold_us,
             image_every=config.image_every,
+            durable_every=config.hold.durable_every if config.backend == "slurm" else None,
         )
         shell = Shell(core, spool=spool, books=books, max_part_tokens=config.max_part_tokens)
+        poll_us = config.slurm.poll_us if config.slurm is not None else LOCAL_POLL_US
+        watch = SlurmWatch(port, period_us=poll_us)
         parts = Parts(
             settings=config,
             epoch=epoch,
@@ -133,38 +131,42 @@ class Daemon:
             spool=spool,
             books=books,
             shell=shell,
-            placer=Placer(wpgs, state, config),
+            placer=Placer(state, config),
             port=port,
             state=state,
-            hold=hold.id,
-            hold_since_us=hold.started_us,
+            watch=watch,
         )
         service = PartitionService(parts)
         books.on_end = service.call_ended
         recovery = Recovery(parts, service)
         await recovery.read()
-        for wpg in wpgs.values():
-            shell.feed(WpgHeld(at_us=booked[wpg.id], cause=CauseId("held"), wpg=wpg))
         hub = AgentHub(
             server,
             shell,
             epoch=epoch,
             settings=config,
-            hold=hold.id,
-            configs=configs_of(config),
             recover=recovery.hello,
+            persisted=service.image_persisted,
             after_commit=writer.after_commit,
         )
         parts.hub = shell.orders = hub
+        mover = Mover(parts, service, recovery)
+        shell.on_drained = mover.wpg_drained
+        keeper = parts.holds = HoldKeeper(parts, hub, mover, endpoint=endpoint)
+        await keeper.adopt()
+        for _ in range(2):  # the second sees what the first one submitted
+            await watch.look()
+            await keeper.look()
         serving = await serve(
-            make_app(service),
+            make_app(service, munge=_munge(config)),
             host=config.listen_host,
             port=_port(config),
             socket_path=config.socket,
+            tls=_tls(config),
         )
-        parts.url = f"http://{config.listen_host}:{serving.port}"
+        parts.url = config.url or _url(config, serving.port)
         (config.state_dir / "api.port").write_text(f"{serving.port}\n")
-        say(log, "serving", partition=config.partition, url=parts.url, hold=hold.id)
+        say(log, "serving", partition=config.partition, url=parts.url, holds=sorted(keeper.live))
         intake = Intake(parts, service)
         running: list[Coroutine[Any, Any, Any]] = [
             writer.run(),
@@ -172,14 +174,16 @@ class Daemon:
             intake.run(),
             intake.collect(),
             _wait(shell.broken),
-            hold_keeper.watch(hold.id, hold.slurm_id),
+            watch.run(),
+            keeper.run(),
         ]
         tasks = [asyncio.create_task(work) for work in running]
         ends = [asyncio.create_task(event.wait()) for event in (self._stop, parts.release)]
         done, _ = await asyncio.wait({*tasks, *ends}, return_when=asyncio.FIRST_COMPLETED)
         if parts.release.is_set():
-            tasks[-1].cancel()  # the hold is to end now
-            await self._release(parts, hold_keeper, hold.slurm_id, hub)
+            for task in tasks[-2:]:
+                task.cancel()  # the holds are to end now
+            await self._release(parts, keeper)
         await serving.stop()
         shell.tick(flush=True)
         if not tasks[0].done():
@@ -194,10 +198,8 @@ class Daemon:
         for task in done - set(ends):
             task.result()
 
-    async def _release(
-        self, parts: Parts, hold_keeper: Holds, slurm_id: str, hub: AgentHub
-    ) -> None:
-        """End all jobs, give the hold back, close its books."""
+    async def _release(self, parts: Parts, keeper: HoldKeeper) -> None:
+        """End all jobs, give the holds back, close their books."""
         service = PartitionService(parts)
         for job in list(parts.state.jobs.values()):
             await service.cancel_in_slurm(job.slurm_id)
@@ -207,19 +209,27 @@ class Daemon:
                 reason="the partition was taken down",
                 exit_code=None,
             )
-        hub.stop_agents()
-        if not await asyncio.to_thread(hold_keeper.wait_for_end, slurm_id, RELEASE_S):
-            await service.cancel_in_slurm(SlurmId(slurm_id))
-        at_us = now_us()
-        for wpg in list(parts.placer.wpgs):
-            parts.shell.feed(WpgReleased(at_us=at_us, cause=CauseId("released"), wpg=wpg))
-        await parts.writer.drain()
-        await hold_keeper.ended(parts.hold, at_us=at_us)
-        say(log, "hold_released", hold=parts.hold)
+        await keeper.release_all(RELEASE_S)
 
 
 async def _wait(future: "asyncio.Future[None]") -> None:
     await future
+
+
+def _munge(config: Settings) -> Munge | None:
+    return Munge(config.slurm.munge_socket) if config.slurm is not None else None
+
+
+def _tls(config: Settings) -> Tls | None:
+    if config.tls_cert is None or config.tls_key is None:
+        return None
+    return Tls(cert=config.tls_cert, key=config.tls_key)
+
+
+def _url(config: Settings, port: int) -> str:
+    scheme = "https" if config.tls_cert is not None else "http"
+    host = f"[{config.listen_host}]" if ":" in config.listen_host else config.listen_host
+    return f"{scheme}://{host}:{port}"
 
 
 def _port(config: Settings) -> int:

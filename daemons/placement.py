@@ -7,26 +7,36 @@ from plexrl_slurm.core.admission import Obstacle, Placement, Site, Tenancy, Want
 from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import BadInput, UnknownModel
 from plexrl_slurm.core.ids import WpgId
-from plexrl_slurm.core.messages import Pool, Wpg
+from plexrl_slurm.core.messages import Pool
+from plexrl_slurm.daemons.layout import HeldWpg
 from plexrl_slurm.daemons.state import LiveJob, State
 from plexrl_slurm.settings import Settings
 
 
 class Placer:
-    """Home WPGs of jobs. A job has one home in each pool, fixed when it is first needed."""
+    """Home WPGs of jobs. A job has one home in each pool, fixed when it is first needed; it
+    changes only when the home is given back or lost."""
 
-    def __init__(self, wpgs: Mapping[WpgId, Wpg], state: State, settings: Settings) -> None:
-        self.wpgs, self._state, self._models = wpgs, state, settings.models
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        options = {table.pool: table.options for table in settings.wpgs}
-        self._sites = [
-            Site(
-                wpg=wpg,
-                device_bytes=int(options.get(wpg.pool, {}).get("device_bytes", memory)),
-                host_bytes=settings.host_bytes,
-            )
-            for wpg in wpgs.values()
-        ]
+    def __init__(self, state: State, settings: Settings) -> None:
+        #: Every WPG that is held now.
+        self.wpgs: dict[WpgId, HeldWpg] = {}
+        #: Those of them that are being given back.
+        self.draining: set[WpgId] = set()
+        #: Why there are not more of them; for whoever finds no place.
+        self.why_no_more = ""
+        self._state, self._models = state, settings.models
+        self._host_bytes = settings.host_bytes
+        self._memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    def restore(self, job: LiveJob, homes: Mapping[str, str], models: Sequence[str]) -> None:
+        """What an earlier daemon decided for ``job``."""
+        job.homes |= {Pool(pool): WpgId(wpg) for pool, wpg in homes.items()}
+        known = [model for name in models if (model := self._find(name)) is not None]
+        for model in known:
+            for pool in Pool:
+                size = Wanted(model=model, pool=pool).image_bytes
+                if pool in job.homes:
+                    job.declared.append((pool, size))
 
     def admit(self, job: LiveJob, models: Sequence[str]) -> tuple[str, ...]:
         """Fix the homes of a job that declares ``models``; or say every obstacle, and fix none.
@@ -35,12 +45,13 @@ class Placer:
         has lost a model since.
         """
         wanted = [Wanted(model=self._model(name), pool=pool) for name in models for pool in Pool]
-        found = place(wanted, sites=self._sites, tenancies=self._tenancies())
+        found = place(wanted, sites=self._sites(), tenancies=self._tenancies())
         if not isinstance(found, Placement):
-            return tuple(obstacle.sentence for obstacle in found)
+            sentences = [obstacle.sentence for obstacle in found]
+            return (*sentences, self.why_no_more) if self.why_no_more else tuple(sentences)
         for want, home in zip(wanted, found.homes, strict=True):
             job.homes.setdefault(want.pool, home)
-            job.declared.append((home, want.image_bytes))
+            job.declared.append((want.pool, want.image_bytes))
         return ()
 
     def home(self, job: LiveJob, pool: Pool, model: ModelSpec) -> WpgId:
@@ -48,28 +59,65 @@ class Placer:
         ``ModelTooLarge`` where there never will be."""
         if pool not in job.homes:
             wanted = [Wanted(model=model, pool=pool)]
-            found = place(wanted, sites=self._sites, tenancies=self._tenancies())
+            found = place(wanted, sites=self._sites(), tenancies=self._tenancies())
             if not isinstance(found, Placement):
                 raise BadInput(_all(found))
             job.homes[pool] = found.homes[0]
         return job.homes[pool]
 
+    def rehome(self, job: LiveJob, pool: Pool) -> WpgId | None:
+        """Another home for everything that ``job`` has in ``pool``; ``None``: there is no room."""
+        models = {
+            live.model
+            for live in (
+                self._state.deployments if pool is Pool.TRAIN else self._state.snapshots
+            ).values()
+            if live.job == job.id and not live.dropped
+        }
+        wanted = [Wanted(model=self._models[name], pool=pool) for name in sorted(models)]
+        if not wanted:
+            return None
+        largest = max(wanted, key=lambda want: want.image_bytes)
+        found = place([largest], sites=self._sites(), tenancies=self._tenancies(but=job))
+        return found.homes[0] if isinstance(found, Placement) else None
+
+    def is_home(self, wpg: WpgId) -> bool:
+        """Whether deployments may stay there."""
+        return wpg in self.wpgs and wpg not in self.draining
+
+    def _sites(self) -> list[Site]:
+        return [
+            Site(
+                wpg=held.wpg,
+                device_bytes=int(held.slot.table.options.get("device_bytes", self._memory)),
+                host_bytes=self._host_bytes,
+            )
+            for wpg, held in self.wpgs.items()
+            if wpg not in self.draining
+        ]
+
+    def _find(self, name: str) -> ModelSpec | None:
+        return self._models.get(name) or self._models.get(name.partition(":")[0])
+
     def _model(self, name: str) -> ModelSpec:
-        model = self._models.get(name) or self._models.get(name.partition(":")[0])
+        model = self._find(name)
         if model is None:
             raise UnknownModel(name, tuple(sorted(self._models)))
         return model
 
-    def _tenancies(self) -> list[Tenancy]:
+    def _tenancies(self, but: LiveJob | None = None) -> list[Tenancy]:
         """What lives now, and what admitted jobs have declared and not created yet."""
         tenancies = []
         for job in self._state.jobs.values():
+            if job is but:
+                continue
             live = [
                 (d.wpg, self._models[d.model].train_bytes)
                 for d in self._state.deployments.values()
                 if d.job == job.id and not d.dropped
             ]
-            taken = live if len(live) > len(job.declared) else job.declared
+            declared = [(job.homes[pool], size) for pool, size in job.declared]
+            taken = live if len(live) > len(declared) else declared
             tenancies += [Tenancy(wpg=wpg, image_bytes=size) for wpg, size in taken]
         return tenancies
 

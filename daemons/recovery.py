@@ -3,6 +3,7 @@ from the agent's first hello. Kill -9 and restart are a pause for everybody else
 """
 
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,8 +13,9 @@ from plexrl_slurm.core.messages import Call, FunctionKind, Pool
 from plexrl_slurm.core.states import JobState
 from plexrl_slurm.daemons.service_base import Parts
 from plexrl_slurm.daemons.service_jobs import PartitionService
+from plexrl_slurm.daemons.service_submission import USER_HOLD
 from plexrl_slurm.daemons.service_training import training_deployment
-from plexrl_slurm.daemons.shell import Entry
+from plexrl_slurm.daemons.shell import Durable, Entry
 from plexrl_slurm.daemons.state import (
     LiveDeployment,
     LiveJob,
@@ -21,7 +23,7 @@ from plexrl_slurm.daemons.state import (
     LiveSnapshot,
     Sampler,
 )
-from plexrl_slurm.db import calls, deployments, queue, snapshots, views
+from plexrl_slurm.db import calls, deployments, holds, queue, snapshots, views
 from plexrl_slurm.db.models import CallRow, CallState, DeploymentRow, SnapshotState
 from plexrl_slurm.logs import say
 from plexrl_slurm.transport import messages as tm
@@ -54,6 +56,9 @@ class Recovery:
         """Fill the state; nothing is told to the core yet."""
         parts, now = self._parts, self._service.now_us()
         parts.spool.mend_journals()
+        parts.state.draining = await parts.store.run(
+            holds.partition_draining, parts.settings.partition
+        )
         rows = await parts.store.run(
             queue.adopt,
             partition=parts.settings.partition,
@@ -71,8 +76,11 @@ class Recovery:
                 priority=row.priority,
                 slurm_id=SlurmId(row.slurm_id or ""),
                 running=row.state is JobState.RUNNING,
+                started=row.state is JobState.RUNNING,
+                user_held=row.options.get(USER_HOLD) == "user",
             )
             parts.state.jobs[job.id] = job
+            parts.placer.restore(job, row.homes, row.models)
             if row.token_sha256 is not None:
                 parts.state.tokens[row.token_sha256] = job.id
             await self._read_job(job)
@@ -107,12 +115,10 @@ class Recovery:
         # What a finished session had goes with it, though the daemon was killed in between.
         finished = {row.id for row in sessions if row.finished_us is not None}
         for found in await store.run(_deployments, job.id):
-            if found.row.session_id not in finished and self._fits(
-                job, found.row.base_model, found.row.wpg
-            ):
+            if found.row.session_id not in finished and self._fits(job, found.row.base_model):
                 self._remember(job, found)
         for snapshot in await store.run(snapshots.live_snapshots, job.id):
-            if not self._fits(job, snapshot.base_model, snapshot.wpg):
+            if not self._fits(job, snapshot.base_model):
                 continue
             job.homes.setdefault(Pool.ROLLOUT, WpgId(snapshot.wpg))
             state.snapshots[DeploymentId(snapshot.id)] = LiveSnapshot(
@@ -141,12 +147,10 @@ class Recovery:
                 )
             )
 
-    def _fits(self, job: LiveJob, model: str, wpg: str) -> bool:
-        """Whether the partition still has them; if not, intake ends the job."""
+    def _fits(self, job: LiveJob, model: str) -> bool:
+        """Whether the partition still has it; if not, intake ends the job."""
         if model not in self._parts.settings.models:
             job.unfit = f"model {model}, which it uses, is no longer in the partition's catalogue"
-        elif WpgId(wpg) not in self._parts.placer.wpgs:
-            job.unfit = f"WPG {wpg}, where it lives, is no longer configured in the partition"
         return not job.unfit
 
     def _remember(self, job: LiveJob, found: _Found) -> None:
@@ -164,6 +168,10 @@ class Recovery:
         job.homes.setdefault(Pool.TRAIN, live.wpg)
         self._parts.state.deployments[live.id] = live
         self._found[live.id] = found
+        if row.durable_seq is not None:
+            self._parts.shell.durable[live.id] = Durable(
+                progress=(row.durable_seq, row.durable_part or 0), path=row.durable_path
+            )
         for call in found.calls:
             live.calls[call.seq] = CallId(call.id)
             if call.body_kept:
@@ -201,30 +209,51 @@ class Recovery:
             self._service.lost_samples[CallId(line.call)] = (sampler, line)
 
     # -- from an agent -----------------------------------------------------------------------
-    async def hello(self, hello: tm.Hello) -> tuple[list[str], list[str]]:
-        """Tell the core of everything that lives on this agent; see ``AgentHub``."""
+    async def hello(self, hello: tm.Hello, wpgs: Collection[WpgId]) -> tuple[list[str], list[str]]:
+        """Tell the core of everything that lives on these WPGs of an agent; see ``AgentHub``."""
         state, shell = self._parts.state, self._parts.shell
         for held in hello.wpgs:
             for call, _ in held.running:
                 self._running_again(CallId(call))
         for done in hello.finished:
-            await self._late(done)
+            if done.what == "run":
+                await self._late(done)
         images = {image.deployment: image.progress for image in hello.images}
         for live in state.deployments.values():
-            if live.dropped:
+            if live.dropped or live.wpg not in wpgs:
                 continue
-            image = images.get(live.id)
+            image = _newest(images.get(live.id), shell.durable_progress(live.id))
             if live.id in shell.deployments:
                 self._update_image(live, image)
             else:
                 self._place(live, image)
-        for snapshot in state.snapshots.values():
-            if snapshot.ready and not snapshot.dropped and snapshot.id not in shell.deployments:
-                self._service.place_snapshot(snapshot)
+        for snapshot in list(state.snapshots.values()):
+            if snapshot.wpg in wpgs:
+                self.place_snapshot(snapshot)
         return (
             [live.id for live in state.deployments.values() if not live.dropped],
             [snapshot.id for snapshot in state.snapshots.values() if not snapshot.dropped],
         )
+
+    def place_lost(self, wpg: WpgId) -> None:
+        """Tell the core of what lives on a WPG that no agent will speak for: it is gone."""
+        for live in self._parts.state.deployments.values():
+            known = live.id in self._parts.shell.deployments
+            if live.wpg == wpg and not live.dropped and not known:
+                self.place_alone(live)
+        for snapshot in list(self._parts.state.snapshots.values()):
+            if snapshot.wpg == wpg:
+                self.place_snapshot(snapshot)
+
+    def place_alone(self, live: LiveDeployment) -> None:
+        """Tell the core of a deployment of which only the durable tier has anything."""
+        self._place(live, self._parts.shell.durable_progress(live.id))
+
+    def place_snapshot(self, snapshot: LiveSnapshot) -> None:
+        """Tell the core of a snapshot, unless it knows."""
+        known = snapshot.id in self._parts.shell.deployments
+        if snapshot.ready and not snapshot.dropped and not known:
+            self._service.place_snapshot(snapshot)
 
     def _running_again(self, call: CallId) -> None:
         """A sample that the agent still works on: take it over instead of running it twice."""
@@ -306,6 +335,10 @@ class Recovery:
     def _update_image(self, live: LiveDeployment, image: tuple[int, int] | None) -> None:
         """An agent that was started again found other images than the core believes in."""
         self._parts.shell.image_found(live.id, image)
+
+
+def _newest(one: tuple[int, int] | None, other: tuple[int, int] | None) -> tuple[int, int] | None:
+    return max(one, other) if one is not None and other is not None else one or other
 
 
 def _doomed(call: Call) -> Call:

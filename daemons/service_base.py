@@ -3,25 +3,30 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from plexrl_slurm import wire
 from plexrl_slurm.api.service import Principal
 from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import Denied, NotFound
-from plexrl_slurm.core.ids import CallId, DeploymentId, JobId
-from plexrl_slurm.core.messages import Call, FunctionKind
+from plexrl_slurm.core.ids import CallId, DeploymentId, JobId, WpgId
+from plexrl_slurm.core.messages import Call, FunctionKind, Pool
 from plexrl_slurm.daemons.accounting import Accounting
 from plexrl_slurm.daemons.agents import AgentHub
 from plexrl_slurm.daemons.placement import Placer
 from plexrl_slurm.daemons.shell import Entry, Shell
 from plexrl_slurm.daemons.spool import Spool
 from plexrl_slurm.daemons.state import LiveDeployment, LiveJob, LiveSession, Sampler, State
+from plexrl_slurm.daemons.watch import SlurmWatch
 from plexrl_slurm.daemons.writer import Writer
+from plexrl_slurm.db import queue
 from plexrl_slurm.db.store import Store
 from plexrl_slurm.settings import Settings
 from plexrl_slurm.slurm.port import SlurmPort
+
+if TYPE_CHECKING:
+    from plexrl_slurm.daemons.holds import HoldKeeper
 
 T = TypeVar("T")
 
@@ -40,13 +45,14 @@ class Parts:
     placer: Placer
     port: SlurmPort
     state: State
+    #: What Slurm said last.
+    watch: SlurmWatch
     #: Set when the link to the agents is up.
     hub: AgentHub | None = None
+    #: The partition's holds; set when the link to the agents is up.
+    holds: "HoldKeeper | None" = None
     #: URL of the API, for controllers.
     url: str = ""
-    #: Hold that the daemon runs.
-    hold: str = ""
-    hold_since_us: int = 0
     #: Raised by ``plexrl partition down``.
     release: asyncio.Event = field(default_factory=asyncio.Event)
     #: Raised when a job was bound: intake looks at once.
@@ -100,6 +106,16 @@ class ServiceBase:
         if name is None:
             return None
         return self.models.get(name) or self.models.get(name.partition(":")[0])
+
+    def home_of(self, job: LiveJob, pool: Pool, model: ModelSpec) -> WpgId:
+        """The job's WPG in ``pool``, chosen now if it has none. Raises ``BadInput`` and
+        ``ModelTooLarge`` where there is no place."""
+        known = job.homes.get(pool)
+        home = self.placer.home(job, pool, model)
+        if known is None:
+            homes = {str(where): str(wpg) for where, wpg in job.homes.items()}
+            self.writer.add(queue.set_homes, job.id, homes, lazy=True)
+        return home
 
     # -- accepting ---------------------------------------------------------------------------
     async def once(self, key: str, accept: Callable[[], Awaitable[T]]) -> T:

@@ -2,36 +2,29 @@
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import os
-import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from plexrl_slurm.api.service import JobSubmission, Outcome, Pending, Principal
-from plexrl_slurm.core.errors import BadInput, Denied, NotFound, SlurmRejected, UnknownModel
-from plexrl_slurm.core.ids import CallId, JobId, SlurmId
+from plexrl_slurm.api.service import Outcome, Pending, Principal
+from plexrl_slurm.core.errors import BadInput, Denied, NotFound, SlurmRejected
+from plexrl_slurm.core.ids import CallId, JobId, SlurmId, WpgId
 from plexrl_slurm.core.messages import FunctionKind
 from plexrl_slurm.core.states import ENDED, JobState
 from plexrl_slurm.daemons.job_views import call_kinds, job_views
-from plexrl_slurm.daemons.service_sampling import SamplingCalls
+from plexrl_slurm.daemons.service_submission import SubmissionCalls, hashed
 from plexrl_slurm.daemons.shell import Entry
 from plexrl_slurm.daemons.state import LiveJob, LiveSession
-from plexrl_slurm.db import calls, deployments, ledger, queue
+from plexrl_slurm.db import calls, deployments, holds, ledger, queue
 from plexrl_slurm.db.models import CallRow, CallState, JobRow
 from plexrl_slurm.logs import say
 
 log = logging.getLogger(__name__)
 
 
-def hashed(token: str) -> str:
-    """What is stored of an API key."""
-    return hashlib.sha256(token.encode()).hexdigest()
-
-
-class PartitionService(SamplingCalls):
+class PartitionService(SubmissionCalls):
     """The whole service."""
 
     # -- who ---------------------------------------------------------------------------------
@@ -145,65 +138,10 @@ class PartitionService(SamplingCalls):
             self.shell.cancel(entry.call.id)
 
     # -- jobs --------------------------------------------------------------------------------
-    async def submit_job(self, who: Principal, job: JobSubmission) -> dict[str, Any]:
-        if job.partition != self.settings.partition:
-            raise BadInput(
-                f"this daemon serves partition {self.settings.partition!r}, not {job.partition!r}"
-            )
-        if self.state.draining:
-            raise BadInput(
-                f"partition {self.settings.partition!r} is draining and takes no new job: "
-                f"wait for `plexrl partition resume`"
-            )
-        for name in job.models:
-            if self.model_named(name) is None:
-                raise UnknownModel(name, tuple(sorted(self.models)))
-        token = f"tml-{secrets.token_urlsafe(32)}"
-        job_id = await self.store.run(
-            queue.submit,
-            partition=job.partition,
-            name=job.name,
-            uid=who.uid,
-            user=who.user,
-            account=job.account,
-            script=job.script,
-            models=job.models,
-            priority=job.priority,
-            seed=job.seed,
-            options=dict(job.options),
-            token_sha256=hashed(token),
-            now_us=self.now_us(),
-        )
-        return {
-            "job_id": job_id,
-            "token": token,
-            "env": {
-                "TINKER_BASE_URL": self._parts.url,
-                "TINKER_API_KEY": token,
-                "OPENAI_BASE_URL": f"{self._parts.url}/oai/v1",
-                "OPENAI_API_KEY": token,
-                "PLEXRL_JOB_ID": str(job_id),
-                "PLEXRL_PARTITION": self.settings.partition,
-                "TINKER_TELEMETRY": "0",
-                "HF_HUB_OFFLINE": "1",
-            },
-        }
-
-    async def bind_job(self, who: Principal, job_id: JobId, *, slurm_id: str) -> dict[str, Any]:
-        row = await self._owned(who, job_id)
-        status = (await asyncio.to_thread(self.port.states, [SlurmId(slurm_id)])).get(
-            SlurmId(slurm_id)
-        )
-        if status is None or status.uid not in (None, row.uid):
-            raise NotFound("Slurm job", slurm_id)
-        await self.store.run(queue.bind, job_id, slurm_id=SlurmId(slurm_id), now_us=self.now_us())
-        self._parts.wake_intake.set()
-        return {"job_id": job_id, "slurm_id": slurm_id}
-
     async def cancel_job(
         self, who: Principal, job_id: JobId, *, reason: str, keep_slurm_job: bool = False
     ) -> dict[str, Any]:
-        row = await self._owned(who, job_id)
+        row = await self.owned(who, job_id)
         if row.state in ENDED:
             return {"job_id": job_id, "state": str(row.state)}
         if row.slurm_id is not None and not keep_slurm_job:
@@ -218,12 +156,6 @@ class PartitionService(SamplingCalls):
             await asyncio.to_thread(self.port.cancel, slurm_id)
         except SlurmRejected as problem:
             say(log, "slurm_refused_to_cancel", slurm_id=slurm_id, reason=problem)
-
-    async def _owned(self, who: Principal, job_id: JobId) -> JobRow:
-        row = await self.store.run(queue.get, job_id)
-        if row.partition != self.settings.partition or not (who.admin or row.uid == who.uid):
-            raise NotFound("job", row.slurm_id or str(job_id))
-        return row
 
     async def end_job(
         self, job_id: JobId, *, state: JobState, reason: str, exit_code: int | None
@@ -298,7 +230,7 @@ class PartitionService(SamplingCalls):
         return rows
 
     async def explain_job(self, who: Principal, job_id: JobId) -> dict[str, Any]:
-        row = await self._owned(who, job_id)
+        row = await self.owned(who, job_id)
         views = await self.store.read(
             job_views,
             partition=self.settings.partition,
@@ -330,22 +262,28 @@ class PartitionService(SamplingCalls):
         }
 
     async def nodes(self, who: Principal) -> dict[str, Any]:
-        hub = self._parts.hub
+        hub, keeper = self._parts.hub, self._parts.holds
         wpgs = [view | self._agent_side(view["id"]) for view in self.shell.wpg_views()]
         used = await asyncio.to_thread(_bytes_below, self.settings.host_dir)
         return {
             "partition": self.settings.partition,
             "epoch": self._parts.epoch,
             "draining": self.state.draining,
-            "hold": {
-                "id": self._parts.hold,
-                "backend": self.settings.backend,
-                "state": "up" if hub is not None and hub.agents else "starting",
-                "since_us": self._parts.hold_since_us,
-            },
+            "holds": keeper.views() if keeper is not None else [],
+            "excluded_nodes": keeper.excluded() if keeper is not None else [],
+            "trouble": [
+                sentence
+                for sentence in (
+                    self._parts.watch.trouble,
+                    keeper.trouble if keeper is not None else "",
+                    self.writer.trouble,
+                )
+                if sentence
+            ],
             "agents": [
-                {"name": agent.name, "node": agent.node, "pid": agent.pid}
+                {"name": agent.name, "node": agent.place.node, "pid": agent.pid}
                 for agent in (hub.agents.values() if hub is not None else ())
+                if not agent.refused
             ],
             "wpgs": wpgs,
             "models": [
@@ -365,7 +303,12 @@ class PartitionService(SamplingCalls):
         view = hub.wpgs.get(wpg) if hub is not None else None
         if view is None:
             return {"state": "starting", "pids": [], "reason": "no agent has said hello yet"}
-        facts: dict[str, Any] = {"pids": view.pids, "reason": view.reason}
+        facts: dict[str, Any] = {
+            "pids": view.pids,
+            "reason": view.reason,
+            "node": view.node,
+            "hold": self.books.holds.get(WpgId(wpg), ""),
+        }
         return facts if view.state == "up" else facts | {"state": view.state}
 
     async def timeline(
@@ -375,7 +318,7 @@ class PartitionService(SamplingCalls):
         await self.writer.drain()
         rows = await self.store.read(
             ledger.between,
-            [self._parts.hold],
+            sorted(set(self.books.holds.values())),
             since_us=since_us,
             until_us=until_us,
         )
@@ -400,6 +343,7 @@ class PartitionService(SamplingCalls):
     async def drain(self, who: Principal, *, on: bool) -> dict[str, Any]:
         if not who.admin:
             raise Denied("only the service user or root may drain a partition")
+        await self.store.run(holds.set_partition_draining, self.settings.partition, on=on)
         self.state.draining = on
         return {"draining": on}
 
@@ -408,7 +352,8 @@ class PartitionService(SamplingCalls):
         if not who.admin:
             raise Denied("only the service user or root may release the hold")
         self._parts.release.set()
-        return {"released": self._parts.hold}
+        keeper = self._parts.holds
+        return {"released": sorted(keeper.live) if keeper is not None else []}
 
 
 def _bytes_below(folder: Path) -> int:

@@ -22,10 +22,12 @@ from plexrl_slurm.core.ids import CallId, DeploymentId
 from plexrl_slurm.core.messages import Call, Deployment, FunctionKind, Pool
 from plexrl_slurm.daemons.parts import cuts, tokens_of
 from plexrl_slurm.daemons.service_base import ServiceBase, file_name
-from plexrl_slurm.daemons.shell import Entry
+from plexrl_slurm.daemons.shell import Durable, Entry
 from plexrl_slurm.daemons.state import LiveDeployment, LiveJob, LiveSnapshot, Sampler
 from plexrl_slurm.db import calls, checkpoints, deployments, snapshots
 from plexrl_slurm.db.models import CheckpointKind, CheckpointRow
+from plexrl_slurm.memory import durable
+from plexrl_slurm.transport import messages as tm
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -102,7 +104,7 @@ class TrainingCalls(ServiceBase):
             )
             return self.failed_at_once(job.id, call_id, message), model_id
         try:
-            wpg = self.placer.home(job, Pool.TRAIN, model)
+            wpg = self.home_of(job, Pool.TRAIN, model)
         except (BadInput, ModelTooLarge) as problem:
             return self.failed_at_once(job.id, call_id, str(problem)), model_id
         body = wire.Create(
@@ -219,7 +221,23 @@ class TrainingCalls(ServiceBase):
                 self.spool.drop_result(call, parts=entry.call.parts)
         if self._parts.hub is not None:
             self._parts.hub.drop(deployments=[live.id], snapshots=[])
+        asyncio.get_running_loop().run_in_executor(
+            None, durable.drop_images, self.settings.durable_dir, live.id
+        )
         self.writer.add(_drop_deployment, live.id, self.now_us(), lazy=True)
+
+    def image_persisted(self, done: tm.Done) -> None:
+        """An agent has copied an image to the durable tier."""
+        name = DeploymentId(done.deployment)
+        live = self.state.deployments.get(name)
+        if live is None or live.dropped:
+            return
+        known = self.shell.durable_progress(name)
+        if known is not None and known >= done.progress:
+            return
+        folder = durable.folder_of(self.settings.durable_dir, name, done.progress)
+        self.shell.durable[name] = Durable(progress=done.progress, path=str(folder))
+        self.books.persisted(name, done.progress, str(folder))
 
     # -- calls -------------------------------------------------------------------------------
     async def submit(
@@ -327,7 +345,7 @@ class TrainingCalls(ServiceBase):
         path = str(self._folder(live, "sampler_weights", name)) if name else ""
         model = self.models[live.model]
         try:
-            wpg = self.placer.home(job, Pool.ROLLOUT, model)
+            wpg = self.home_of(job, Pool.ROLLOUT, model)
         except (BadInput, ModelTooLarge) as problem:
             return await self._accept(live, seq_id, wire.Doomed(str(problem)))
         snapshot = LiveSnapshot(

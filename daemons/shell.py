@@ -24,10 +24,14 @@ from plexrl_slurm.core.messages import (
     Charge,
     Deployment,
     DeploymentDropped,
+    DeploymentMoved,
     DeploymentPlaced,
+    Drained,
     Finish,
     Forget,
     FunctionKind,
+    Persist,
+    Persisted,
     Run,
     RunEnded,
     SaveImage,
@@ -90,10 +94,19 @@ class Weights:
     path: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Durable:
+    """Newest image of a training deployment in the durable tier."""
+
+    progress: tuple[int, int]
+    path: str
+
+
 class Orders(Protocol):
     """The way to the agents; implemented by ``agents.AgentHub``."""
 
-    def switch(self, step: Switch, weights: Weights | None) -> None: ...
+    def switch(self, step: Switch, weights: Weights | None, durable: Durable | None) -> None: ...
+    def persist(self, step: Persist, known: Durable | None) -> None: ...
     def save(self, step: SaveImage) -> None: ...
     def run(self, step: Run, call: Call, body: bytes, publish: str) -> None: ...
     def abort(self, wpg: WpgId, call: CallId) -> None: ...
@@ -122,7 +135,10 @@ class Shell:
         self.entries: dict[CallId, Entry] = {}
         self.deployments: dict[DeploymentId, Deployment] = {}
         self.weights: dict[DeploymentId, Weights] = {}
+        self.durable: dict[DeploymentId, Durable] = {}
         self.orders: Orders | None = None
+        #: Called when a WPG that is to be given back is empty.
+        self.on_drained: Callable[[WpgId], None] = lambda _wpg: None
         #: Set when the core contradicts itself: the daemon must end.
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._spool, self._books, self._max_part_tokens = spool, books, max_part_tokens
@@ -162,13 +178,42 @@ class Shell:
         cause = CauseId(f"place {deployment.id}")
         self.feed(
             DeploymentPlaced(
-                at_us=now_us(), cause=cause, deployment=deployment, image=image, applied=applied
+                at_us=now_us(),
+                cause=cause,
+                deployment=deployment,
+                image=image,
+                applied=applied,
+                durable=self.durable_progress(deployment.id),
             )
         )
         for call in done:
             self.feed(CallArrived(at_us=now_us(), cause=cause, call=call, done=True))
         for call in self._homeless.pop(deployment.id, []):
             self.feed(CallArrived(at_us=now_us(), cause=cause, call=call))
+
+    def move(
+        self, deployment: Deployment, *, image: tuple[int, int] | None, cause: CauseId
+    ) -> None:
+        """A deployment that the core knows has another home."""
+        self.deployments[deployment.id] = deployment
+        self.feed(DeploymentMoved(at_us=now_us(), cause=cause, deployment=deployment, image=image))
+
+    def durable_progress(self, deployment: DeploymentId) -> tuple[int, int] | None:
+        """Of its newest durable image."""
+        found = self.durable.get(deployment)
+        return found.progress if found is not None else None
+
+    def persisted(self, deployment: DeploymentId, progress: tuple[int, int], *, ok: bool) -> None:
+        """A persist ended; if ``ok``, that is written down."""
+        cause = CauseId(f"image of {deployment}")
+        self.feed(
+            Persisted(at_us=now_us(), cause=cause, deployment=deployment, progress=progress, ok=ok)
+        )
+
+    def persist_later(self, step: Persist) -> None:
+        """Nobody could be asked to persist it."""
+        loop = asyncio.get_running_loop()
+        loop.call_soon(lambda: self.persisted(step.deployment, step.progress, ok=False))
 
     def submit(self, entry: Entry) -> None:
         """A call that is durable. It waits here if its deployment is not placed yet."""
@@ -193,6 +238,7 @@ class Shell:
             cause = CauseId(f"drop {deployment}")
             self.feed(DeploymentDropped(at_us=now_us(), cause=cause, deployment=deployment))
         self.weights.pop(deployment, None)
+        self.durable.pop(deployment, None)
 
     def cancel(self, call: CallId) -> None:
         """Nobody waits for it any more."""
@@ -286,7 +332,8 @@ class Shell:
             case Switch():
                 self._moving[step.wpg] = step
                 say(log, "switch", wpg=step.wpg, out=step.outgoing, into=step.incoming)
-                self._agents().switch(step, self.weights.get(step.incoming))
+                into = step.incoming
+                self._agents().switch(step, self.weights.get(into), self.durable.get(into))
             case SaveImage():
                 self._moving[step.wpg] = step
                 self._agents().save(step)
@@ -295,6 +342,10 @@ class Shell:
             case Forget():
                 for call in self._books.forget(step.deployment, step.progress):
                     self.forget(call)
+            case Persist():
+                self._agents().persist(step, self.durable.get(step.deployment))
+            case Drained():
+                asyncio.get_running_loop().call_soon(self.on_drained, step.wpg)
             case Charge():
                 self._books.charge(step)
             case WakeAt():
@@ -406,6 +457,7 @@ class Shell:
                 cause=CauseId("agent was started again"),
                 deployment=self.deployments[deployment],
                 image=image,
+                durable=self.durable_progress(deployment),
             )
         )
 

@@ -19,14 +19,21 @@ class LiveJob:
     seed: int
     priority: int
     slurm_id: SlurmId
+    #: Its controller runs now.
     running: bool
+    #: It has run.
+    started: bool = False
     #: Home WPGs, by pool; fixed at admission.
     homes: dict[Pool, WpgId] = field(default_factory=dict)
-    #: ``(home, image bytes)`` of what it said it would create.
-    declared: list[tuple[WpgId, int]] = field(default_factory=list)
+    #: ``(pool, image bytes)`` of what it said it would create.
+    declared: list[tuple[Pool, int]] = field(default_factory=list)
     sessions: int = 0
     #: It is over; what is being accepted for it comes too late.
     ended: bool = False
+    #: Its owner holds it in Slurm: only the owner releases it.
+    user_held: bool = False
+    #: How often Slurm has requeued its controller, as far as is known here.
+    restarts: int = 0
     #: Why it cannot go on under the partition's present configuration.
     unfit: str = ""
 
@@ -109,3 +116,5 @@ class State:
     snapshots: dict[DeploymentId, LiveSnapshot] = field(default_factory=dict)
     samplers: dict[str, Sampler] = field(default_factory=dict)
     draining: bool = False
+    #: Since when the oldest job has waited that found no place; ``None``: nobody waits so.
+    waiting_since_us: int | None = None

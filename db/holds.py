@@ -39,6 +39,7 @@ def open_hold(
         "replaces": replaces,
         "draining": False,
         "reason": "",
+        "batch_node": "",
     }
     session.execute(insert(HOLDS), values)
 
@@ -48,9 +49,10 @@ def set_hold_state(session: Session, hold_id: str, state: HoldState, *, reason: 
     _change(session, hold_id, state=state, reason=reason)
 
 
-def hold_runs(session: Session, hold_id: str, *, since_us: int) -> None:
+def hold_runs(session: Session, hold_id: str, *, since_us: int, batch_node: str = "") -> None:
     """Slurm gave it its nodes."""
-    _change(session, hold_id, state=HoldState.UP, running_us=since_us, reason="")
+    values = {"running_us": since_us, "batch_node": batch_node, "reason": ""}
+    _change(session, hold_id, state=HoldState.UP, **values)
 
 
 def hold_waits(session: Session, hold_id: str, *, reason: str, now_us: int) -> None:

@@ -362,6 +362,8 @@ class HoldRow(Base):
     ended_us: Mapped[int | None]
     #: When Slurm gave it its nodes, the last time; ``None`` while it waits for them.
     running_us: Mapped[int | None]
+    #: Where its batch script runs.
+    batch_node: Mapped[str]
     #: The hold whose place it takes; "" for none.
     replaces: Mapped[str]
     #: It is being given back.

@@ -101,6 +101,21 @@ def bind(session: Session, job_id: JobId, *, slurm_id: SlurmId, now_us: int) -> 
     note(session, job_id, at_us=now_us, kind="bound", text=f"Slurm job {slurm_id}")
 
 
+def set_token(session: Session, job_id: JobId, *, token_sha256: str) -> None:
+    """By this its API key is known."""
+    _set(session, job_id, token_sha256=token_sha256)
+
+
+def describe(session: Session, job_id: JobId, *, user: str, account: str, name: str) -> None:
+    """What Slurm made of the submission."""
+    _set(session, job_id, user=user, account=account, name=name)
+
+
+def explain_wait(session: Session, job_id: JobId, *, reason: str) -> None:
+    """Why it waits, for a person."""
+    _set(session, job_id, reason=reason)
+
+
 def set_homes(session: Session, job_id: JobId, homes: Mapping[str, str]) -> None:
     """Where its deployments live, by pool."""
     _set(session, job_id, homes=dict(homes))

@@ -62,6 +62,11 @@ def drop_snapshot(session: Session, snapshot_id: DeploymentId) -> None:
     _change(session, snapshot_id, state=SnapshotState.DROPPED)
 
 
+def moved(session: Session, snapshot_id: DeploymentId, *, wpg: WpgId) -> None:
+    """It is sampled on another WPG."""
+    _change(session, snapshot_id, wpg=wpg)
+
+
 def get_snapshot(session: Session, snapshot_id: DeploymentId) -> SnapshotRow:
     """The row; ``NotFound`` if there is none."""
     row = session.scalars(_fresh(SnapshotRow.id == snapshot_id)).one_or_none()

@@ -170,7 +170,11 @@ def _health(site: Site) -> dict[str, Any] | None:
 
 
 def _starting(nodes: dict[str, Any]) -> list[str]:
-    return [str(wpg["id"]) for wpg in nodes["wpgs"] if wpg["state"] in ("down", "starting")]
+    """What is not up yet: holds that wait for their nodes, WPGs whose ranks start."""
+    waiting = [f"of hold {hold['id']}" for hold in nodes["holds"] if hold["state"] == "pending"]
+    return waiting + [
+        str(wpg["id"]) for wpg in nodes["wpgs"] if wpg["state"] in ("down", "starting")
+    ]
 
 
 def _address(site: Site) -> str:

@@ -21,12 +21,30 @@ def sinfo(app: App, long: bool, noheader: bool) -> None:
     app.answer(found, lambda: _text(found, long=long, header=not noheader))
 
 
+def _holds(found: Mapping[str, Any], *, header: bool) -> str:
+    rows = [
+        [
+            hold["id"],
+            hold["slurm_id"],
+            hold["state"],
+            ",".join(hold["nodes"]) or "-",
+            show.iso(hold["since_us"]),
+            show.iso(hold["limit_end_us"]) if hold["limit_end_us"] else "-",
+            hold["reason"] or "-",
+        ]
+        for hold in found["holds"]
+    ]
+    names = ("HOLD", "JOBID", "STATE", "NODES", "SINCE", "LIMIT", "REASON")
+    return show.fitted(names, rows, header=header)
+
+
 def _text(found: Mapping[str, Any], *, long: bool, header: bool) -> str:
     rows = [
         [
             found["partition"],
             wpg["id"],
             wpg["pool"],
+            wpg.get("node") or "-",
             wpg["gpus"],
             wpg["state"],
             wpg["resident"] or "-",
@@ -34,12 +52,16 @@ def _text(found: Mapping[str, Any], *, long: bool, header: bool) -> str:
         ]
         for wpg in found["wpgs"]
     ]
-    names = ("PARTITION", "WPG", "POOL", "GPUS", "STATE", "RESIDENT", "QUEUE")
+    names = ("PARTITION", "WPG", "POOL", "NODE", "GPUS", "STATE", "RESIDENT", "QUEUE")
     parts = [show.fitted(names, rows, header=header)]
+    parts += [f"trouble: {sentence}" for sentence in found["trouble"]]
     if long:
-        hold, host = found["hold"], found["host_bytes"]
-        since = f" since {show.iso(hold['since_us'])}" if hold["since_us"] else ""
-        parts.append(f"hold {hold['id']} ({hold['backend']}): {hold['state']}{since}")
+        host = found["host_bytes"]
+        parts.append(_holds(found, header=header))
+        parts += [
+            f"node {node['node']} is left out until {show.iso(node['until_us'])}: {node['reason']}"
+            for node in found["excluded_nodes"]
+        ]
         parts.append(f"host memory: {show.gib(host['used'])} of {show.gib(host['limit'])} used")
         models = [
             [m["name"], f"{m['parameters']:,}", m["dtype"], m["max_context_length"]]

@@ -127,7 +127,8 @@ class Partition:
         assert self.daemon is not None
         assert self.daemon.poll() is None, (self.folder / "daemon.log").read_text()[-2000:]
         with contextlib.suppress(Exception):
-            return all(wpg["state"] not in ("starting", "down") for wpg in self.nodes()["wpgs"])
+            wpgs = self.nodes()["wpgs"]
+            return bool(wpgs) and all(wpg["state"] not in ("starting", "down") for wpg in wpgs)
         return False
 
     def client(self) -> Client:

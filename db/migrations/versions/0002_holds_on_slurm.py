@@ -23,7 +23,7 @@ def upgrade() -> None:
     op.drop_column("deployments", "applied_seq")
     op.drop_column("deployments", "applied_part")
     op.add_column("holds", sa.Column("running_us", sa.BigInteger(), nullable=True))
-    for name in ("replaces", "reason"):
+    for name in ("replaces", "reason", "batch_node"):
         op.add_column("holds", sa.Column(name, sa.String(), nullable=False, server_default=""))
     op.add_column(
         "holds", sa.Column("draining", sa.Boolean(), nullable=False, server_default=_FALSE)
@@ -73,7 +73,7 @@ def downgrade() -> None:
     op.drop_table("node_faults")
     for name in ("component", "slot", "node"):
         op.drop_column("wpgs", name)
-    for name in ("draining", "reason", "replaces", "running_us"):
+    for name in ("draining", "batch_node", "reason", "replaces", "running_us"):
         op.drop_column("holds", name)
     for name in ("applied_part", "applied_seq"):
         column = sa.Column(name, sa.BigInteger(), nullable=False, server_default="0")

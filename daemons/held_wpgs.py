@@ -1,0 +1,141 @@
+"""The WPGs of live holds: in when Slurm gives a hold its nodes, out when it takes one away."""
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from plexrl_slurm.clock import now_us
+from plexrl_slurm.core.errors import NotFound
+from plexrl_slurm.core.holding import Fault, HoldPhase
+from plexrl_slurm.core.ids import CauseId, SlurmId, WpgId
+from plexrl_slurm.core.messages import Pool, WpgDown, WpgHeld, WpgReleased
+from plexrl_slurm.daemons.agents import AgentHub
+from plexrl_slurm.daemons.layout import HeldWpg, Place, Room, slots_of
+from plexrl_slurm.daemons.moves import Mover
+from plexrl_slurm.daemons.service_base import Parts
+from plexrl_slurm.db import holds as rows
+from plexrl_slurm.logs import say
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class LiveHold:
+    """A hold that has not ended."""
+
+    id: str
+    slurm_id: SlurmId
+    submitted_us: int
+    replaces: str = ""
+    running_us: int | None = None
+    limit_end_us: int | None = None
+    draining: bool = False
+    #: Since when it is being given back.
+    releasing_us: int | None = None
+    cancelled: bool = False
+    wpgs: dict[WpgId, HeldWpg] = field(default_factory=dict)
+    places: set[Place] = field(default_factory=set)
+    batch_node: str = ""
+    lost_nodes: int = 0
+    extending_from_us: int | None = None
+    extend_refused: bool = False
+    idle_since_us: int | None = None
+    #: All its WPGs have been up.
+    came_up: bool = False
+    #: Slurm's, or why it drains or waits.
+    reason: str = ""
+    unknown: int = 0
+
+    @property
+    def phase(self) -> HoldPhase:
+        """For the decision."""
+        if self.releasing_us is not None:
+            return HoldPhase.ENDING
+        return HoldPhase.PENDING if self.running_us is None else HoldPhase.RUNNING
+
+    @property
+    def batch_lost(self) -> bool:
+        """Whether the node of its batch script is gone."""
+        nodes = {place.node for place in self.places if place.component == 0}
+        return self.running_us is not None and self.batch_node not in nodes
+
+
+class HeldWpgs:
+    """Tells the books, the core, the placer, the agents' hub and the mover of every change."""
+
+    def __init__(self, parts: Parts, hub: AgentHub, mover: Mover) -> None:
+        self.slots = slots_of(parts.settings)
+        #: Of nodes, oldest first.
+        self.faults: list[Fault] = []
+        self._parts, self._hub, self._mover, self._settings = parts, hub, mover, parts.settings
+
+    def is_whole(self, hold: LiveHold) -> bool:
+        """Whether it has every WPG that it was made for."""
+        return len(hold.wpgs) == len(self.slots)
+
+    def room(self, hold: LiveHold, component: int, node: str) -> Room | None:
+        """What a node offers; ``None``: its component is no longer configured."""
+        place = Place(hold=hold.id, component=component, node=node)
+        if self._settings.backend == "local":
+            return Room(place=place, pool=None, gpus=sum(s.table.gpus for s in self.slots))
+        if component >= len(self._settings.hold.components):
+            return None
+        table = self._settings.hold.components[component]
+        return Room(place=place, pool=Pool(table.pool), gpus=table.gpus_per_node)
+
+    def add(self, hold: LiveHold, layout: Iterable[HeldWpg], held_us: Mapping[WpgId, int]) -> None:
+        """The hold has these WPGs, each booked from the instant on that is given."""
+        for held in layout:
+            hold.wpgs[held.id] = held
+            self._parts.books.holds[held.id] = hold.id
+            self._parts.placer.wpgs[held.id] = held
+            self._parts.shell.feed(
+                WpgHeld(at_us=held_us[held.id], cause=CauseId(f"hold {hold.id}"), wpg=held.wpg)
+            )
+
+    def lose_place(self, hold: LiveHold, place: Place, reason: str) -> None:
+        """A node is lost: its agent is fenced off, and what lived there is rebuilt elsewhere."""
+        say(log, "node_lost", hold=hold.id, node=place.node, reason=reason)
+        hold.places.discard(place)
+        hold.lost_nodes += 1
+        at_us = now_us()
+        self.faults.append(Fault(node=place.node, at_us=at_us, reason=reason))
+        self._parts.writer.add(_fault, self._settings.partition, place.node, reason, at_us)
+        self.drop_place(hold, place, at_us, reason)
+        self._mover.resettle(reason)
+
+    def drop_place(self, hold: LiveHold, place: Place, at_us: int, reason: str) -> None:
+        """The hold does not have this node any more."""
+        self._hub.forget_place(place, reason)
+        for wpg in [wpg for wpg, held in hold.wpgs.items() if held.place == place]:
+            del hold.wpgs[wpg]
+            self._release_wpg(hold, wpg, at_us, reason)
+
+    def _release_wpg(self, hold: LiveHold, wpg: WpgId, at_us: int, reason: str) -> None:
+        shell, cause = self._parts.shell, CauseId(reason)
+        end_us = max(at_us, shell.core.clock_us(wpg))
+        shell.feed(WpgDown(at_us=end_us, cause=cause, wpg=wpg, reason=reason, blame=False))
+        shell.feed(WpgReleased(at_us=end_us, cause=cause, wpg=wpg, reason=reason))
+        self._parts.writer.add(_release, hold.id, wpg, end_us)
+        self._parts.placer.wpgs.pop(wpg, None)
+        self._parts.placer.draining.discard(wpg)
+        self._mover.gone(wpg)
+
+    def drop_all(self, hold: LiveHold, at_us: int, reason: str) -> None:
+        """The hold has no node any more; ``at_us`` 0: nobody knows since when."""
+        for place in list(hold.places):
+            self.drop_place(hold, place, at_us, reason)
+        hold.places.clear()
+        hold.idle_since_us = None
+
+
+def _release(session: Any, hold: str, wpg: WpgId, at_us: int) -> None:
+    try:
+        rows.release_wpg(session, hold, wpg, now_us=at_us)
+    except NotFound:
+        log.warning("WPG %s of hold %s was released before", wpg, hold)
+
+
+def _fault(session: Any, partition: str, node: str, reason: str, at_us: int) -> None:
+    rows.node_failed(session, partition=partition, node=node, reason=reason, now_us=at_us)

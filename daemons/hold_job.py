@@ -1,0 +1,142 @@
+"""A hold's Slurm job: its script, its files, its submission."""
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from plexrl_slurm.core.ids import SlurmId
+from plexrl_slurm.daemons.agent_config import AgentConfig
+from plexrl_slurm.daemons.layout import LOCALHOST
+from plexrl_slurm.settings import Settings
+from plexrl_slurm.slurm.port import BatchJob, SlurmPort
+from plexrl_slurm.slurm.templates import fill, render
+from plexrl_slurm.slurm_settings import ComponentSettings
+
+
+def submit_hold(
+    port: SlurmPort, settings: Settings, hold: str, *, endpoint: str, exclude: Iterable[str]
+) -> SlurmId:
+    """Write the files of ``hold`` and submit it. Blocks; raises what the port raises."""
+    folder = settings.state_dir / "holds"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    config = _config(settings, hold, endpoint)
+    path = folder / f"{hold}.json"
+    path.write_text(json.dumps(asdict(config)), encoding="utf-8")
+    loop = render(
+        "agent.sh.j2",
+        hold=hold,
+        partition=settings.partition,
+        python=sys.executable,
+        config=str(path),
+    )
+    if settings.backend == "local":
+        script = loop
+    else:
+        file = folder / f"{hold}.sh"
+        file.write_text(loop, encoding="utf-8")
+        file.chmod(0o700)
+        script = fill(
+            "hold.sbatch.j2",
+            {
+                "components": _components(settings, hold, tuple(exclude)),
+                "hold": hold,
+                "partition": settings.partition,
+                "script": str(file),
+            },
+        )
+    return port.submit(
+        BatchJob(
+            name=hold_name(settings),
+            script=script,
+            workdir=settings.state_dir,
+            environment=agent_environment(),
+            output=str(folder / f"{hold}.log"),
+        ),
+        hold=False,
+    )
+
+
+def hold_name(settings: Settings) -> str:
+    """Name of every hold's Slurm job."""
+    return f"plexrl-hold-{settings.partition}"
+
+
+def comment_of(settings: Settings, hold: str) -> str:
+    """The Slurm comment of a hold, by which it is found again."""
+    own = f" {settings.hold.comment}" if settings.hold.comment else ""
+    return f"plexrl hold {hold} of partition {settings.partition}{own}"
+
+
+def _config(settings: Settings, hold: str, endpoint: str) -> AgentConfig:
+    host = settings.host_dir / settings.partition
+    if settings.backend == "local":
+        return AgentConfig(
+            agent=f"{hold}.0.{LOCALHOST}",
+            hold=hold,
+            node=LOCALHOST,
+            endpoint=endpoint,
+            state_dir=str(settings.state_dir),
+            host_dir=str(host),
+        )
+    return AgentConfig(
+        agent="",
+        hold=hold,
+        node="",
+        endpoint=endpoint,
+        state_dir=str(settings.state_dir),
+        host_dir=str(host),
+        snapshots_dir=str(settings.snapshots_dir),
+    )
+
+
+def _components(
+    settings: Settings, hold: str, exclude: Sequence[str]
+) -> list[dict[str, list[str]]]:
+    """``#SBATCH`` options of every component; what later ones inherit is said once."""
+    rules = settings.hold
+    minutes = rules.time_limit_us // 60_000_000
+    common = [
+        f"--time={minutes}",
+        f"--comment={comment_of(settings, hold)}",
+        "--requeue",
+        "--open-mode=append",
+    ]
+    if rules.account:
+        common.append(f"--account={rules.account}")
+    if rules.qos:
+        common.append(f"--qos={rules.qos}")
+    found = []
+    for index, component in enumerate(rules.components):
+        options = [*common, *_options(component)] if index == 0 else _options(component)
+        if exclude:
+            options.append(f"--exclude={','.join(exclude)}")
+        found.append({"options": options})
+    return found
+
+
+def _options(component: ComponentSettings) -> list[str]:
+    kind = f"{component.gpu_type}:" if component.gpu_type else ""
+    options = [
+        f"--partition={component.partition}",
+        f"--nodes={component.nodes}",
+        "--ntasks-per-node=1",
+        f"--gres=gpu:{kind}{component.gpus_per_node}",
+        "--no-kill",
+    ]
+    if component.constraint:
+        options.append(f"--constraint={component.constraint}")
+    return [*options, *component.options]
+
+
+def agent_environment() -> dict[str, str]:
+    """What an agent and its ranks need of the daemon's environment."""
+    keep = ("PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV", "TMPDIR", "LD_LIBRARY_PATH")
+    chosen = {name: os.environ[name] for name in keep if name in os.environ}
+    for name, value in os.environ.items():
+        if name.startswith(("VLLM_", "DS_", "DEEPSPEED_", "TORCH_", "CUDA_", "NCCL_", "OPENBLAS_")):
+            chosen[name] = value
+    chosen["PATH"] = f"{Path(sys.executable).parent}:{chosen.get('PATH', '/usr/bin:/bin')}"
+    return chosen

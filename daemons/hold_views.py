@@ -1,0 +1,47 @@
+"""Holds for people and for JSON."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from plexrl_slurm.clock import now_us
+from plexrl_slurm.core.holding import Fault, HoldPhase, excluded
+from plexrl_slurm.daemons.held_wpgs import LiveHold
+from plexrl_slurm.slurm_settings import HoldSettings
+
+
+def view_of(hold: LiveHold, backend: str) -> dict[str, Any]:
+    """One hold."""
+    return {
+        "id": hold.id,
+        "backend": backend,
+        "slurm_id": hold.slurm_id,
+        "state": _word(hold),
+        "nodes": sorted({place.node for place in hold.places}),
+        "wpgs": sorted(hold.wpgs),
+        "since_us": hold.running_us or hold.submitted_us,
+        "limit_end_us": hold.limit_end_us,
+        "replaces": hold.replaces,
+        "lost_nodes": hold.lost_nodes,
+        "reason": hold.reason,
+    }
+
+
+def _word(hold: LiveHold) -> str:
+    if hold.phase is not HoldPhase.RUNNING:
+        return str(hold.phase)
+    if hold.draining:
+        return "draining"
+    return "up" if hold.came_up else "starting"
+
+
+def excluded_views(faults: Sequence[Fault], rules: HoldSettings) -> list[dict[str, Any]]:
+    """Nodes that are left out for a while."""
+    out = excluded(now_us(), faults, rules.exclude_after, rules.exclude_us)
+    return [
+        {
+            "node": node,
+            "until_us": until_us,
+            "reason": [fault.reason for fault in faults if fault.node == node][-1],
+        }
+        for node, until_us in sorted(out.items())
+    ]

@@ -1,0 +1,195 @@
+"""Jobs come in: queued, bound to Slurm's job, given their credentials, or adopted from Slurm."""
+
+import asyncio
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sqlalchemy.orm import Session
+
+from plexrl_slurm.api.service import JobSubmission, Principal
+from plexrl_slurm.core.errors import BadInput, NotAdmitted, NotFound, UnknownModel
+from plexrl_slurm.core.ids import JobId, SlurmId
+from plexrl_slurm.core.states import ENDED
+from plexrl_slurm.daemons.service_sampling import SamplingCalls
+from plexrl_slurm.db import queue
+from plexrl_slurm.db.models import JobRow
+from plexrl_slurm.slurm.port import JobStatus
+from plexrl_slurm.transport.tokens import job_token, token_key
+
+#: In a row's options: the job's owner holds it in Slurm as well.
+USER_HOLD = "hold"
+
+
+def hashed(token: str) -> str:
+    """What is stored of an API key."""
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What a new row says."""
+
+    name: str
+    uid: int
+    user: str
+    account: str
+    script: str
+    models: Sequence[str]
+    priority: int
+    seed: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+class SubmissionCalls(SamplingCalls):
+    """See :class:`plexrl_slurm.api.service.Service`."""
+
+    def __init__(self, parts: Any) -> None:
+        super().__init__(parts)
+        self._token_key = token_key(parts.settings.state_dir)
+
+    async def submit_job(self, who: Principal, job: JobSubmission) -> dict[str, Any]:
+        if job.partition != self.settings.partition:
+            raise BadInput(
+                f"this daemon serves partition {self.settings.partition!r}, not {job.partition!r}"
+            )
+        if self.state.draining:
+            raise BadInput(
+                f"partition {self.settings.partition!r} is draining and takes no new job: "
+                f"wait for `plexrl partition resume`"
+            )
+        for name in job.models:
+            if self.model_named(name) is None:
+                raise UnknownModel(name, tuple(sorted(self.models)))
+        wish = Wish(
+            name=job.name,
+            uid=who.uid,
+            user=who.user,
+            account=job.account,
+            script=job.script,
+            models=job.models,
+            priority=job.priority,
+            seed=job.seed,
+            options=job.options,
+        )
+        job_id = await self.store.run(self._queue, wish, self.now_us())
+        return self._answer(job_id)
+
+    def _queue(self, session: Session, wish: Wish, now_us: int) -> JobId:
+        job_id = queue.submit(
+            session,
+            partition=self.settings.partition,
+            name=wish.name,
+            uid=wish.uid,
+            user=wish.user,
+            account=wish.account,
+            script=wish.script,
+            models=wish.models,
+            priority=wish.priority,
+            seed=wish.seed,
+            options=dict(wish.options),
+            token_sha256=None,
+            now_us=now_us,
+        )
+        queue.set_token(session, job_id, token_sha256=hashed(self._token(job_id)))
+        return job_id
+
+    def _token(self, job_id: JobId) -> str:
+        return job_token(self._token_key, self.settings.partition, job_id)
+
+    def _answer(self, job_id: JobId) -> dict[str, Any]:
+        token, url = self._token(job_id), self._parts.url
+        env = {
+            "TINKER_BASE_URL": url,
+            "TINKER_API_KEY": token,
+            "OPENAI_BASE_URL": f"{url}/oai/v1",
+            "OPENAI_API_KEY": token,
+            "PLEXRL_JOB_ID": str(job_id),
+            "PLEXRL_PARTITION": self.settings.partition,
+            "TINKER_TELEMETRY": "0",
+            "HF_HUB_OFFLINE": "1",
+        }
+        if self.settings.tls_ca is not None:
+            env["SSL_CERT_FILE"] = str(self.settings.tls_ca)
+        return {"job_id": job_id, "token": token, "env": env}
+
+    # -- Slurm's job -------------------------------------------------------------------------
+    async def bind_job(self, who: Principal, job_id: JobId, *, slurm_id: str) -> dict[str, Any]:
+        row = await self.owned(who, job_id)
+        found = await self._find(SlurmId(slurm_id))
+        if not found or any(status.uid not in (None, row.uid) for status in found.values()):
+            raise NotFound("Slurm job", slurm_id)
+        await self.store.run(self._bind, row, found, self.now_us())
+        self._parts.wake_intake.set()
+        return {"job_id": job_id, "slurm_id": slurm_id, "tasks": len(found)}
+
+    async def _find(self, slurm_id: SlurmId) -> Mapping[SlurmId, JobStatus]:
+        """The job, or every task of the array."""
+        found = await asyncio.to_thread(self.port.states, [slurm_id])
+        if slurm_id in found:
+            return {slurm_id: found[slurm_id]}
+        if self.settings.slurm is None:
+            return {}
+        everything = await asyncio.to_thread(self.port.poll)
+        return {each: status for each, status in everything.items() if status.array_id == slurm_id}
+
+    def _bind(
+        self, session: Session, row: JobRow, found: Mapping[SlurmId, JobStatus], now_us: int
+    ) -> None:
+        """The first task takes the row, every other one gets a row like it."""
+        tasks = sorted(found.items(), key=lambda each: (each[1].array_task or 0, each[0]))
+        for index, (slurm_id, status) in enumerate(tasks):
+            job_id = JobId(row.id)
+            if index > 0:
+                job_id = self._queue(session, _like(row), now_us)
+            queue.bind(session, job_id, slurm_id=slurm_id, now_us=now_us)
+            queue.describe(
+                session,
+                job_id,
+                user=status.user or row.user,
+                account=status.account or row.account,
+                name=status.name or row.name,
+            )
+
+    async def adopt(self, slurm_id: SlurmId, status: JobStatus, wish: Wish) -> None:
+        """A job that was submitted with plain sbatch gets its row."""
+
+        def record(session: Session, now_us: int) -> None:
+            if queue.by_slurm_id(session, partition=self.settings.partition, slurm_id=slurm_id):
+                return
+            job_id = self._queue(session, wish, now_us)
+            queue.bind(session, job_id, slurm_id=slurm_id, now_us=now_us)
+
+        await self.store.run(record, self.now_us())
+
+    async def credentials(self, who: Principal, slurm_id: SlurmId) -> dict[str, Any]:
+        row = await self.store.run(
+            queue.by_slurm_id, partition=self.settings.partition, slurm_id=slurm_id
+        )
+        if row is None or row.uid != who.uid or row.state in ENDED:
+            raise NotFound("job", slurm_id)
+        if JobId(row.id) not in self.state.jobs:
+            raise NotAdmitted(slurm_id, "; ".join(row.obstacles) or row.reason)
+        return self._answer(JobId(row.id))
+
+    async def owned(self, who: Principal, job_id: JobId) -> JobRow:
+        """The row of a job of the caller's; an admin may see all."""
+        row = await self.store.run(queue.get, job_id)
+        if row.partition != self.settings.partition or not (who.admin or row.uid == who.uid):
+            raise NotFound("job", row.slurm_id or str(job_id))
+        return row
+
+
+def _like(row: JobRow) -> Wish:
+    return Wish(
+        name=row.name,
+        uid=row.uid,
+        user=row.user,
+        account=row.account,
+        script=row.script,
+        models=row.models,
+        priority=row.priority,
+        seed=row.seed,
+        options=row.options,
+    )
