@@ -41,8 +41,10 @@ class CommandsSlurm:
             script.write_text(job.script, encoding="utf-8")
             script.chmod(0o700)
             variables.touch(mode=0o600)
+            # slurmstepd takes %x from there, and with --export-file sbatch does not set it.
+            environment = {"SLURM_JOB_NAME": job.name} | dict(job.environment)
             variables.write_bytes(
-                b"\0".join(f"{name}={value}".encode() for name, value in job.environment.items())
+                b"\0".join(f"{name}={value}".encode() for name, value in environment.items())
             )
             argv = [*_sbatch(job, hold=hold, variables=variables), str(script), *job.arguments]
             try:

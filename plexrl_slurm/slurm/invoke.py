@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from plexrl_slurm.core.errors import SlurmRejected, SlurmUnavailable
 #: would change what they do and print.
 _KEPT = ("PATH", "HOME", "USER", "LOGNAME", "LD_LIBRARY_PATH", "TZ")
 _CONF = "SLURM_CONF"
+_USUAL_CONF = "/etc/slurm/slurm.conf"
+_USUAL_SOCKET = "/run/munge/munge.socket.2"
 _MUNGE = (
     "MUNGE did not give a credential: start munged on this host, or point AuthInfo=socket= in "
     "slurm.conf to its socket"
@@ -98,7 +101,8 @@ def run(argv: Sequence[str], *, env: dict[str, str], timeout_s: float) -> Answer
         out, err = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         said = _end(process)
-        cause = cause_of(said) or _CONTROLLER
+        # With a dead munged whose socket is still there they try for a minute, silently.
+        cause = cause_of(said) or (_MUNGE if munge_is_down(conf) else _CONTROLLER)
         raise SlurmUnavailable(
             f"{Path(argv[0]).name} took more than {timeout_s:g} s: {cause}"
         ) from None
@@ -107,6 +111,26 @@ def run(argv: Sequence[str], *, env: dict[str, str], timeout_s: float) -> Answer
         raise
     text = err.decode(errors="replace")
     return Answer(argv=tuple(argv), code=process.returncode, out=out, err=text)
+
+
+def munge_is_down(conf: str | None) -> bool:
+    """Whether slurm.conf wants MUNGE and nobody listens at its socket."""
+    try:
+        text = Path(conf or _USUAL_CONF).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    if not re.search(r"(?mi)^\s*AuthType\s*=\s*auth/munge", text):
+        return False
+    given = re.search(r"(?mi)^\s*AuthInfo\s*=.*?socket=([^,\s]+)", text)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as end:
+        end.settimeout(1)
+        try:
+            end.connect(given.group(1) if given else _USUAL_SOCKET)
+        except TimeoutError:
+            return False
+        except OSError:
+            return True
+    return False
 
 
 def checked(answer: Answer) -> Answer:

@@ -235,7 +235,8 @@ def with_forgotten(
 ) -> dict[SlurmId, JobStatus]:
     """``known``, and of those that slurmctld has forgotten what accounting answers to ``ask``.
 
-    A job is left out only if both answered and neither knows it.
+    A job is left out only if both answered, neither knows it, and it is no task of an array that
+    slurmctld knows.
     """
     found: dict[SlurmId, JobStatus] = {}
     missing: list[SlurmId] = []
@@ -252,11 +253,22 @@ def with_forgotten(
     except SlurmUnavailable as error:
         words = f"slurmctld has forgotten it, and {error.sentence}"
         return found | dict.fromkeys(missing, JobStatus(state=SlurmState.UNSURE, reason=words))
+    arrays = {status.array_id for status in known.values()} - {None}
     for job in missing:
+        array, _, task = job.partition("_")
         status = ended.get(job) or whole_array(job, ended)
+        if status is None and array in arrays and task:
+            status = _never_started(SlurmId(array), int(task))
         if status is not None:
             found[job] = status
     return found
+
+
+def _never_started(array: SlurmId, task: int) -> JobStatus:
+    """A task that was cancelled while it waited: Slurm takes it out of its array, without trace."""
+    return JobStatus(
+        state=SlurmState.CANCELLED, word="CANCELLED", exit_code=0, array_id=array, array_task=task
+    )
 
 
 def forgotten(status: JobStatus) -> JobStatus:

@@ -92,6 +92,8 @@ class FakeSlurm:
         if task not in waiting:
             return NO_JOB
         array["array_task_string"] = ",".join(str(k) for k in waiting if k != task)
+        if fields == CANCELLED:
+            return None
         number = max(entry["job_id"] for entry in state["jobs"]) + 1
         split = array | {"job_id": number, "array_task_id": task, "array_task_string": ""}
         state["jobs"].append(split)

@@ -1,6 +1,7 @@
 """The adapter of Slurm's programs, against faked ones that have what was recorded."""
 
 import os
+import socket
 import threading
 import time
 from pathlib import Path
@@ -87,6 +88,20 @@ def test_without_accounting_slurmctlds_word_is_the_last(world: FakeWorld) -> Non
     assert world.service.past([SlurmId("70")]) == {}
 
 
+def test_a_task_cancelled_while_it_waited_has_no_record_and_is_cancelled(world: FakeWorld) -> None:
+    array = world.fake.submit(array="0,2")
+    asked = [SlurmId(f"{array}_1"), SlurmId(f"{array}_2"), SlurmId("99_1")]
+    found = world.service.states(asked)
+    assert {job: status.state for job, status in found.items()} == {
+        asked[0]: SlurmState.CANCELLED,
+        asked[1]: SlurmState.PENDING,
+    }
+    assert (found[asked[0]].array_id, found[asked[0]].array_task) == (array, 1)
+    with world.fake.state() as state:
+        state["accounting"] = "down"
+    assert world.service.states(asked)[asked[0]].state is SlurmState.UNSURE
+
+
 def test_past_asks_for_every_incarnation(world: FakeWorld) -> None:
     records(world, {"State": "REQUEUED"}, {"Start": "1796001999", "AdminComment": "gpu_s=3"})
     first, second = world.service.past([SlurmId("70")])[SlurmId("70")]
@@ -124,7 +139,7 @@ def test_submit_gives_the_job_its_environment_and_nothing_of_ours(
     )
     assert number == "1"
     ((script, variables),) = world.calls("script")
-    assert (script, variables) == ("#!/bin/bash\necho $1\n", "A=1\n2\0B=3")
+    assert (script, variables) == ("#!/bin/bash\necho $1\n", "SLURM_JOB_NAME=contract\0A=1\n2\0B=3")
     (words,) = world.calls("sbatch")
     assert words[-2:] == ["an argument", "--hold"]
     assert {"--time=2", "--hold", "--mem=1", "--error=err", "--output=slurm-%j.out"} <= set(words)
@@ -208,6 +223,25 @@ def test_what_a_program_said_before_it_hung_is_the_cause(tmp_path: Path) -> None
     program.chmod(0o755)
     with pytest.raises(SlurmUnavailable, match=r"slurm.conf cannot be found: set `conf`"):
         invoke.run([str(program)], env={"PATH": "/bin:/usr/bin"}, timeout_s=1)
+
+
+def test_a_munge_that_does_not_listen_is_the_cause_of_a_silent_hang(tmp_path: Path) -> None:
+    program, conf = tmp_path / "squeue", tmp_path / "slurm.conf"
+    program.write_text("#!/bin/sh\nsleep 60\n")
+    program.chmod(0o755)
+    address = tmp_path / "sock"
+    env = {"PATH": "/bin:/usr/bin", "SLURM_CONF": str(conf)}
+    conf.write_text(f"AuthType=auth/munge\nAuthInfo=socket={address},cred_expire=9\n")
+    with pytest.raises(SlurmUnavailable, match=r"took more than 1 s: MUNGE .* start munged"):
+        invoke.run([str(program)], env=env, timeout_s=1)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(address))
+        listening.listen()
+        assert not invoke.munge_is_down(str(conf))
+    assert invoke.munge_is_down(str(conf))
+    conf.write_text(f"AuthType=auth/none\nAuthInfo=socket={address}\n")
+    assert not invoke.munge_is_down(str(conf))
+    assert not invoke.munge_is_down(str(tmp_path / "nothing"))
 
 
 def test_a_slurm_conf_that_is_not_there_is_said_at_once(world: FakeWorld, tmp_path: Path) -> None:
