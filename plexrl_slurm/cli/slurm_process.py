@@ -7,7 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, NoReturn
@@ -32,6 +32,11 @@ _LOOKS: Final = 3
 _PIECE: Final = 1 << 16
 #: Characters of what it said.
 _REMEMBERED: Final = 2000
+#: What sbatch says if its request may have come through and the answer was lost.
+_LOST: Final = re.compile(
+    r"timed out|(send|receive) failure|zero bytes|unexpected message|connection reset",
+    re.IGNORECASE,
+)
 _ERROR: Final = re.compile(rb"\w+: (error|fatal): ")
 
 
@@ -102,6 +107,7 @@ class Sbatch:
         quiet: bool = False,
     ) -> None:
         self._quiet = quiet
+        self._cut_off = False
         self._printing = not quiet
         script = None if stdin is None else _in_memory(stdin)
         try:
@@ -158,15 +164,17 @@ class Sbatch:
         """What it prints is not for the user; what it complains about is."""
         self._printing = False
 
-    def end(self) -> None:
-        """Kill it, if it still runs."""
+    def end(self) -> bool:
+        """Kill it, if it still runs; whether nobody knows how far it has come."""
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
+            self._cut_off = True
         self._waiting.close()
         for stream in (self._process.stdout, self._process.stderr):
             if stream is not None:
                 stream.close()
+        return self._cut_off
 
     def _read(self, until: float | None) -> bool:
         """Take what has come, or wait for it; false if nothing more will."""
@@ -230,6 +238,8 @@ class Submission:
         self.argv, self.environment, self.stdin = argv, environment, stdin
         self.with_credentials, self.waits, self.quiet = with_credentials, waits, quiet
         self._timeout_s = slurm.timeout_us / 1e6
+        #: Slurm does not say whether there is a job of ours.
+        self._unsure = False
 
     def run(self) -> int:
         """sbatch's exit code, or the job's if sbatch waits for it."""
@@ -256,16 +266,39 @@ class Submission:
 
     def _number(self, sbatch: Sbatch) -> str | None:
         try:
-            return sbatch.number(self._timeout_s)
+            number = sbatch.number(self._timeout_s)
         except Silent:
             sbatch.end()
-            if (found := self._look(sbatch.session)) is None:
+            found = self._look_once(sbatch)
+            late = f"sbatch did not answer within {self._timeout_s:g} s"
+            if found is None:
+                rest = "nor does squeue" if self._unsure else "and Slurm has no job of it"
                 raise SlurmUnavailable(
-                    f"sbatch did not answer within {self._timeout_s:g} s, and Slurm knows no job "
-                    f"of it: nothing was submitted; try again, or see `scontrol ping`"
+                    f"{late}, {rest}: try again later, or see `scontrol ping`"
                 ) from None
-            note(f"sbatch did not answer within {self._timeout_s:g} s, but job {found} is queued")
+            note(f"{late}, but job {found} is queued")
             return found
+        if number is None and _LOST.search(sbatch.words):
+            number = self._look_once(sbatch)
+            if number is not None:
+                note(f"but job {number} is queued")
+        return number
+
+    def _look_once(self, sbatch: Sbatch) -> str | None:
+        """What :meth:`_look` finds, if anything; not again where Slurm does not say."""
+        if not self._unsure:
+            try:
+                return self._look(sbatch.session)
+            except PlexError:
+                self._unsure = True
+                self._say_unsure()
+        return None
+
+    def _say_unsure(self) -> None:
+        note(
+            f"whether Slurm queued {self.body['name']} is not known: when it answers again, "
+            f"see `squeue --me` and scancel what is held there"
+        )
 
     def _look(self, session: int) -> str | None:
         """The job that the sbatch of this session left; raises if Slurm does not say."""
@@ -299,28 +332,18 @@ class Submission:
         self, sbatch: Sbatch | None, job_id: int, number: str | None, error: BaseException
     ) -> None:
         """Take back what was done; the first error is the one to show."""
-        unsure = False
         if sbatch is not None:
-            try:
+            with suppress(SlurmUnavailable):
                 number = number or sbatch.number(_GRACE_S)
-            except SlurmUnavailable:
-                sbatch.end()
-                try:
-                    number = self._look(sbatch.session)
-                except PlexError:
-                    unsure = True
+            if number is None and sbatch.end():
+                number = self._look_once(sbatch)
             sbatch.end()
         if number is not None:
             try:
                 _answer(self.slurm, "scancel", number)
             except PlexError as failure:
                 note(f"job {number} could not be taken back ({failure}): run scancel {number}")
-        elif unsure:
-            note(
-                f"whether Slurm queued {self.body['name']} is not known: when it answers again, "
-                f"see `squeue --me` and scancel what is held there"
-            )
-        reason = str(error) or type(error).__name__
+        reason = str(error) or "it was interrupted"
         self._take_row_back(job_id, f"submission failed: {reason}")
 
     def _take_row_back(self, job_id: int, reason: str) -> None:

@@ -384,7 +384,7 @@ def test_a_submission_that_got_no_answer_is_looked_for(site: Site) -> None:
     assert site.daemon.body("POST /jobs/7/bind") == {"slurm_id": number}
     done = site.plexrl("sbatch", "count.sh", **stubborn(site, after="sleep 60"))
     assert done.returncode == 75
-    assert "Slurm knows no job of it: nothing was submitted" in done.stderr
+    assert "within 2 s, and Slurm has no job of it: try again later" in done.stderr
     assert site.daemon.routes() == ["POST /jobs", "POST /jobs/7/cancel"]
 
 
