@@ -142,7 +142,9 @@ def checked(answer: Answer) -> Answer:
         raise SlurmUnavailable(f"{program} got no answer: {cause}")
     if answer.code < 0:
         raise SlurmUnavailable(f"{program} was ended by signal {-answer.code}: try again")
-    raise SlurmRejected((program, *answer.argv[1:]), answer.words)
+    # The error names the program by itself.
+    words = re.sub(rf"(?m)^{re.escape(program)}: (error: )?", "", answer.words)
+    raise SlurmRejected((program, *answer.argv[1:]), words)
 
 
 def cause_of(words: str) -> str | None:

@@ -324,3 +324,17 @@ def test_a_signal_that_ends_a_program_is_no_refusal(tmp_path: Path) -> None:
     answer = invoke.run([str(program)], env={}, timeout_s=5)
     with pytest.raises(SlurmUnavailable, match="squeue was ended by signal 9"):
         invoke.checked(answer)
+
+
+def test_a_refusal_does_not_name_the_program_twice() -> None:
+    answer = invoke.Answer(
+        argv=("/usr/bin/sbatch", "x"),
+        code=1,
+        out=b"",
+        err="sbatch: error: plexrl: unknown model 'x'\nsbatch: error: Batch job failed\n",
+    )
+    with pytest.raises(SlurmRejected) as refused:
+        invoke.checked(answer)
+    words = "plexrl: unknown model 'x'\nBatch job failed"
+    assert refused.value.stderr == words
+    assert str(refused.value) == f"sbatch: {words}"
