@@ -16,7 +16,6 @@ from plexrl_slurm.core.messages import (
     DeploymentPlaced,
     Drained,
     Finish,
-    FunctionKind,
     Persisted,
     Pool,
     RunEnded,
@@ -301,8 +300,6 @@ def _arrived(books: Books, lane: Lane, event: CallArrived, out: list[AnyInstruct
                 books.finish(entry, ok=False, reason=reason, cause=event.cause, out=out)
             return
         books.entries[call.id] = entry
-        if event.done and call.kind is FunctionKind.OPTIM_STEP:
-            lane.copies[tenant.key] = tenant  # a step that may be in no durable image
         if (call.seq + 1, 0) <= tenant.program.frontier:
             # It took effect before a restart, and only its end was not written down.
             books.finish(entry, ok=True, reason="", cause=event.cause, out=out)

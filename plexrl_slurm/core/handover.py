@@ -100,6 +100,8 @@ def moved(books: Books, old: Lane, event: DeploymentMoved, out: list[AnyInstruct
         raise InvalidTransition(f"deployment {deployment.id}", old.id, deployment.wpg, story)
     new = books.lane(deployment.wpg)
     new.clamp(old.now_us)
+    if new.wpg is None:
+        new.gone = ""  # it is about to come, maybe again
     if tenant.program is not None:
         _move_program(books, old, new, tenant, event, out)
     else:
@@ -110,9 +112,6 @@ def moved(books: Books, old: Lane, event: DeploymentMoved, out: list[AnyInstruct
     line = f"moved from {old.id} to {new.id} with {with_what} (move {tenant.moves})"
     tenant.where = tenant.where.note(line, cause=event.cause)
     books.homes[deployment.id] = (new, tenant)
-    if tenant.program is not None:
-        for entry in tenant.program.unanswered():
-            books.finish(entry, ok=True, reason="", cause=event.cause, out=out)
     books.settle(new, tenant, event.cause, out)
     old.forget_phases()
     books.tidy(old)
@@ -154,11 +153,13 @@ def _move_program(
     for key in [key for key in old.phases if key[0] == tenant.key]:
         new.phases[key] = old.phases.pop(key)
     floor = program.floor
-    over = program.moved(event.image)
+    program.moved(event.image)
+    for entry in program.unanswered():  # the image has it, and its end was not heard of
+        books.finish(entry, ok=True, reason="", cause=event.cause, out=out)
+    books.forget(tenant, program.trim(), floor, event.cause, out)
     tenant.lose(event.cause)
-    tenant.copying, tenant.failures = False, 0
-    new.granted(tenant)
-    books.forget(tenant, over, floor, event.cause, out)
+    tenant.copying = False
+    tenant.failures = tenant.refusals = tenant.retry_us = 0
     for phase in (phase for key, phase in new.phases.items() if key[0] == tenant.key):
         phase.open_step = program.open_step
 

@@ -227,7 +227,7 @@ class Program:
         self._image_open = self._open_at(progress)
         self.image = progress
         self.dirty, self.steps = False, 0
-        return self._forget()
+        return self.trim()
 
     def persisted(self, progress: Position) -> list[Entry]:
         """A durable image has ``progress``; returns the entries that nobody needs any more."""
@@ -235,19 +235,19 @@ class Program:
             return []
         self._durable_open = self._open_at(progress)
         self.durable = progress
-        return self._forget()
+        return self.trim()
 
-    def moved(self, image: Position | None) -> list[Entry]:
-        """Its new home can load ``image``, and nothing else; entries that nobody needs any more."""
+    def moved(self, image: Position | None) -> None:
+        """Its new home can load ``image``, and nothing else; ``trim`` and ``rewind`` follow."""
         if image is not None and image > self.frontier:
             self.frontier = image
         self.lost_image(image)
         self.position = image or START
         if self._tiered:
             self.durable, self._durable_open = image, bool(self._image_open)
-        return self._forget()
 
-    def _forget(self) -> list[Entry]:
+    def trim(self) -> list[Entry]:
+        """Let go of the entries that never run again."""
         first = self.floor[0]
         return [self.calls.pop(seq) for seq in sorted(self.calls) if seq < first]
 

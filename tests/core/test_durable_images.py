@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from plexrl_slurm.core.messages import Activity
+from plexrl_slurm.core.ordering import START, Entry, Program
 from tests.core.hand import SECOND, Hand, short
 from tests.core.tiers import (
     CREATE,
@@ -65,6 +66,31 @@ def test_a_copy_heard_of_before_its_image_forgets_nothing_too_early() -> None:
     assert short(train.switched()) == ["forget a below (3, 0)"]
 
 
+def test_an_older_copy_that_is_heard_of_late_changes_nothing() -> None:
+    train = stepped(durable(every=2), steps=3)
+    train.persisted(A, (7, 0))
+    assert train.persisted(A, (3, 0)) == []
+    assert short(train.drain()) == ["drained train-0"]
+
+
+def test_steps_that_have_not_run_do_not_count() -> None:
+    train = stepped(durable(every=3))
+    todo = calls_of("a", *[OPTIM] * 5, first=3)
+    train.arrive(*todo)
+    assert short(train.end(todo[0])) == ["finish a/3", "run a/4"]
+    assert short(train.end(todo[1])) == ["finish a/4", "save a at (5, 0)"]
+    assert short(train.switched()) == ["run a/5"], "two steps are in no durable image"
+
+
+def test_a_copy_that_went_with_its_agent_is_made_when_the_wpg_is_held_again() -> None:
+    train = durable()
+    train.work(*calls_of("a", CREATE, OPTIM))
+    assert short(train.switched()) == ["persist a at (2, 0) from train-0"]
+    train.release()
+    train.held()
+    assert short(train.up()) == ["persist a at (2, 0) from train-0"]
+
+
 def test_a_failed_copy_is_tried_again_after_a_while_and_not_before() -> None:
     train = durable()
     train.work(*calls_of("a", CREATE, OPTIM))
@@ -101,6 +127,21 @@ def test_a_new_daemon_copies_what_the_old_one_left_undone() -> None:
     assert train.arrive(*done, done=True) == []
     assert short(train.up()) == ["persist a at (5, 0) from train-0"]
     assert short(train.persisted(A, (5, 0))) == ["forget a below (5, 0)"]
+
+
+def test_a_home_loads_the_newer_of_its_host_image_and_the_durable_one() -> None:
+    train = durable()
+    train.restart()
+    train.place(A, image=None, applied=(3, 0), durable=(3, 0))
+    train.arrive(*calls_of("a", FB, first=3))
+    assert short(train.up()) == ["switch nothing -> a"]
+    assert short(train.switched()) == ["run a/3"]
+    train.end(*calls_of("a", FB, first=3))
+    train.down()
+    train.place(A, image=(1, 0), durable=(3, 0))
+    train.arrive(*calls_of("a", OPTIM, first=4))
+    train.up()
+    assert short(train.switched()) == ["replay a/3"]
 
 
 def test_a_new_daemon_copies_nothing_before_it_is_due() -> None:
@@ -155,9 +196,21 @@ def test_a_host_image_without_a_durable_one_breaks_what_cannot_be_rebuilt() -> N
     train.up()
     train.work(*calls_of("a", CREATE, OPTIM))
     train.switched()
-    lost(train, None)
+    train.arrive(*calls_of("a", FB, first=2))
+    train.release("lost")
     reason = "its state is lost: the image is gone, and calls that are in no other"
-    assert short(train.arrive(*calls_of("a", FB, first=2))) == [f"fail a/2: {reason}"]
+    assert short(train.move(A, TRAIN_1)) == [f"fail a/2: {reason}"]
+    assert short(train.arrive(*calls_of("a", FB, first=3))) == [f"fail a/3: {reason}"]
+
+
+def test_calls_that_the_image_has_are_answered_though_their_end_was_not_heard_of() -> None:
+    train = durable()
+    train.restart()
+    train.place(A, applied=(1, 0))
+    train.arrive(*calls_of("a", CREATE), done=True)
+    train.arrive(*calls_of("a", FB, OPTIM, first=1))
+    said = short(train.move(A, TRAIN_1, image=(3, 0)))
+    assert said == ["finish a/1", "finish a/2", "forget a below (3, 0)"]
 
 
 @pytest.mark.parametrize("restarted", [False, True])
@@ -188,6 +241,29 @@ def test_whether_a_step_is_open_is_a_matter_of_the_durable_image(restarted: bool
         train.switched()
         program = train.core._books.homes[A.id][1].program
     assert program is not None and (program.position, program.open_step) == ((2, 0), True)
+
+
+def test_the_flag_of_an_open_step_follows_each_image_through_two_losses() -> None:
+    program = Program(image=None, applied=START, tiered=True)
+    entries = [Entry.of(one, at_us=0) for one in calls_of("a", CREATE, FB, OPTIM, FB)]
+    for entry in entries:
+        program.add(entry)
+    for entry in entries[:2]:
+        program.ended(entry, 0, ok=True)
+    program.saved((2, 0))
+    program.persisted((2, 0))
+    for _ in range(2):
+        assert (program.position, program.open_step) == ((2, 0), True)
+        program.ended(entries[2], 0, ok=True)
+        program.saved((3, 0))
+        program.ended(entries[3], 0, ok=True)
+        assert program.open_step
+        program.rewind()
+        assert (program.position, program.open_step) == ((3, 0), False), "the host image"
+        program.moved((2, 0))
+        program.rewind()
+    assert (program.position, program.applied) == ((2, 0), (2, 0))
+    assert program.open_step and not program.broken
 
 
 def test_a_second_loss_before_the_next_durable_image_loses_nothing() -> None:

@@ -231,6 +231,30 @@ def test_a_planned_move_runs_nothing_again() -> None:
     assert short(train.switched()) == ["run a/3"]
 
 
+def test_a_move_to_a_wpg_that_is_up_sets_it_to_work() -> None:
+    train = durable()
+    train.at(TRAIN_1).held()
+    train.up()
+    train.at(TRAIN).down("lost", blame=False)
+    train.later(9).arrive(*calls_of("a", CREATE))
+    train.release("lost")
+    assert short(train.later(-5).move(A, TRAIN_1)) == ["run a/0"]
+    clocks = {train.core.clock_us(wpg.id) for wpg in (TRAIN, TRAIN_1)}
+    assert clocks == {10 * SECOND}, "time does not go back for who moves"
+
+
+def test_only_a_move_changes_a_home() -> None:
+    train = Hand(TRAIN, image_every=1)
+    train.place(A)
+    train.up()
+    train.work(*calls_of("a", CREATE, OPTIM))
+    train.switched()
+    train.down()
+    assert train.place(replace(A, wpg=TRAIN_1.id), image=None) == []
+    train.arrive(*calls_of("a", FB, first=2))
+    assert short(train.up()) == ["switch nothing -> a"]
+
+
 def test_a_move_is_a_line_of_the_story() -> None:
     train = stepped(durable())
     train.drain()
@@ -320,14 +344,16 @@ def test_samples_lost_with_their_node_run_again_elsewhere() -> None:
     rollout.place(S)
     rollout.up()
     rollout.arrive(*samples("s", 0, 1))
-    rollout.switched()
+    rollout.later(4).switched()
     rollout.end(*samples("s", 0))
     rollout.down("lost", blame=False)
     rollout.release("lost")
     rollout.move(S, ROLLOUT_1)
     rollout.at(ROLLOUT_1).held()
-    assert short(rollout.up()) == ["switch nothing -> s"]
+    assert short(rollout.later(3).up()) == ["switch nothing -> s"]
     assert short(rollout.switched()) == ["run s/1"]
+    phase = rollout.core._books.lanes[ROLLOUT_1.id].phases["", S.job]
+    assert phase.waited_us == (4 + 3) * SECOND
 
 
 def test_a_wpg_of_the_same_name_can_take_its_deployments_again() -> None:
@@ -336,6 +362,7 @@ def test_a_wpg_of_the_same_name_can_take_its_deployments_again() -> None:
     train.down("lost", blame=False)
     train.release("lost")
     assert train.move(A, TRAIN, image=(3, 0)) == []
+    assert train.core.explain(A.id).sentence.endswith("its WPG is not there yet (train-0)")
     train.held()
     assert short(train.up()) == ["switch nothing -> a"]
     assert short(train.switched()) == ["replay a/3"]
@@ -369,6 +396,8 @@ def test_the_last_to_leave_a_released_wpg_takes_its_record_along() -> None:
     assert "train-0" in train.core._books.lanes
     train.drop(B)
     assert "train-0" not in train.core._books.lanes
+    train.move(A, TRAIN)
+    assert "train-1" not in train.core._books.lanes
 
 
 def test_a_copy_that_ends_after_the_move_is_known_and_deletes_nothing() -> None:
