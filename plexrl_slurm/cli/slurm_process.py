@@ -32,6 +32,8 @@ _LOOKS: Final = 3
 _PIECE: Final = 1 << 16
 #: Characters of what it said.
 _REMEMBERED: Final = 2000
+#: What tells TaskProlog that it is to fetch a task's own.
+_EVERYBODYS: Final = ("PLEXRL_PARTITION", "TINKER_BASE_URL")
 #: What sbatch says if its request may have come through and the answer was lost.
 _LOST: Final = re.compile(
     r"timed out|(send|receive) failure|zero bytes|unexpected message|connection reset",
@@ -246,7 +248,9 @@ class Submission:
         with _interruptible():
             row = self.client.submit(self.body)
             job_id = int(row["job_id"])
-            given: Mapping[str, str] = row["env"] if self.with_credentials else {}
+            given: Mapping[str, str] = row["env"]
+            if not self.with_credentials:
+                given = {name: given[name] for name in _EVERYBODYS if name in given}
             sbatch: Sbatch | None = None
             number: str | None = None
             try:

@@ -1,6 +1,8 @@
 """plexrl sbatch with Slurm programs that do as they are told; tests/slurm_live has real ones."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -9,6 +11,7 @@ from click.testing import Result
 
 from plexrl_slurm.cli.slurm_submit import exported
 from tests.cli.conftest import CONFIG, FakeDaemon
+from tests.tree import ROOT
 
 Plexrl = Callable[..., Result]
 
@@ -134,9 +137,11 @@ def test_the_scripts_own_export_counts_where_nobody_says_otherwise(
 def test_an_array_goes_without_credentials_if_its_tasks_get_theirs(
     plexrl: Plexrl, daemon: FakeDaemon, slurm: Fakes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    env = {"TINKER_API_KEY": "tml-x", "PLEXRL_JOB_ID": "7", "PLEXRL_PARTITION": "rlvr"}
+    daemon.answers["POST /jobs"] = {"job_id": 7, "token": "tml-x", "env": env}
     assert plexrl("sbatch", "-a", "1-3", "--export=MINE", "count.sh").exit_code == 0
-    assert "TINKER_API_KEY" not in slurm.environment()
-    assert [word for word in slurm.argv() if "export" in word] == ["--export=MINE"]
+    assert not {"TINKER_API_KEY", "PLEXRL_JOB_ID"} & set(slurm.environment())
+    assert "--export=MINE,PLEXRL_PARTITION" in slurm.argv()
     slurm.program("scontrol", SCONTROL.replace("/etc/prolog", "(null)"))
     monkeypatch.setenv("SBATCH_ARRAY_INX", "1-3")
     daemon.asked.clear()
@@ -226,6 +231,21 @@ def test_a_script_is_found_where_sbatch_finds_it(
     assert plexrl("sbatch", "tool.sh").exit_code == 0
     assert plexrl("sbatch", "-D", "sub", "deep.sh").exit_code == 0
     assert slurm.argv() == ["-D", "sub", "--hold", "deep.sh"]
+
+
+def test_submitting_imports_only_what_it_needs() -> None:
+    # Each of these takes longer than the whole submission may: see benchmarks/sbatch_prompt.py.
+    slow = ("httpx", "ssl", "asyncio", "plexrl_slurm.settings", "plexrl_slurm.slurm.port")
+    code = (
+        "import sys\n"
+        "from plexrl_slurm.cli import client, main, sbatch, slurm_process, slurm_submit\n"
+        f"print([name for name in {slow!r} if name in sys.modules])\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"
 
 
 def test_help_is_ours_and_version_is_sbatchs(

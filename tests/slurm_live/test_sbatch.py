@@ -271,6 +271,21 @@ def test_a_hold_of_the_users_own_is_told_to_the_daemon(site: Site) -> None:
     assert (asked["priority"], asked["options"]) == (9, {"max_slowdown": "1.5", "hold": "user"})
 
 
+def test_an_array_is_one_submission_without_anybodys_key(site: Site) -> None:
+    # The cluster has no TaskProlog; what that does is tested with plain sbatch.
+    (site.home / "bin").mkdir(exist_ok=True)
+    scontrol = site.home / "bin" / "scontrol"
+    scontrol.write_text("#!/bin/sh\necho 'TaskProlog = /etc/plexrl/prolog'\n")
+    scontrol.chmod(0o755)
+    path = f"{site.home}/bin:/usr/bin:/bin"
+    array = site.submit("--array=1-2", "-o", "task-%a.txt", "count.sh", PATH=path)
+    scontrol.unlink()
+    assert site.daemon.body("POST /jobs/7/bind") == {"slurm_id": array}
+    site.cluster.run("root", ["scontrol", "release", array])
+    site.cluster.wait_job(array, "COMPLETED")
+    assert (site.home / "task-2.txt").read_text() == "key= mine= args=\n"
+
+
 def test_slurms_own_words_and_exit_code_when_it_refuses(site: Site) -> None:
     done = site.plexrl("sbatch", "-A", "nosuch", "count.sh")
     assert (done.returncode, done.stdout) == (1, "")
