@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.slurm_live.cluster import Cluster, wait_for
+from tests.slurm_live.cluster import Cluster, CommandFailed, wait_for
 from tests.slurm_live.configuration import slurm_version
 
 #: Of a job or node in JSON, what no parser of ours will ever want.
@@ -31,11 +31,13 @@ DROPPED = re.compile(
     r"|block|topology|cores|sockets|real_memory|specialized|effective_cpus|external_sensors"
     r"|tmp|comment_|next_state|group_name|show_flags|high|cpus_per_tres|memory_per_tres"
 )
-KEPT = frozenset({"admin_comment", "system_comment", "flags", "extra", "eligible_time", "tres"})
+KEPT = frozenset({"admin_comment", "system_comment", "flags", "state_flags", "eligible_time"})
 SACCT = (
     "JobID,JobIDRaw,JobName,User,Account,Partition,State,ExitCode,DerivedExitCode,Submit,Start,End,"
     "ElapsedRaw,AllocTRES,ReqTRES,NodeList,Comment,AdminComment,SystemComment"
 )
+#: Characters of output that are worth keeping where a complaint is expected.
+LONG = 2000
 ROOT = "root"
 ALICE = "plxalice"
 BOB = "plxbob"
@@ -91,13 +93,18 @@ class Recorder:
         (self.folder / name).write_text(text, encoding="utf-8")
 
     def said(self, failures: dict[str, Any], case: str, user: str, *argv: str) -> None:
-        """Keep how a command ends: status, output, complaint."""
-        done = self.cluster.run(user, argv, check=False, seconds=90)
+        """Keep how a command ends: status (``None``: not within 20 s), output, complaint."""
+        status: int | None
+        try:
+            done = self.cluster.run(user, argv, check=False, seconds=20)
+            status, stdout, stderr = done.returncode, done.stdout, done.stderr
+        except CommandFailed as slow:
+            status, stdout, stderr = slow.status, slow.stdout, slow.stderr
         failures[case] = {
             "argv": [self.clean(word) for word in argv],
-            "status": done.returncode,
-            "stdout": self.clean(done.stdout),
-            "stderr": self.clean(done.stderr),
+            "status": status,
+            "stdout": self.clean(stdout if len(stdout) < LONG else f"{stdout[:LONG]} ..."),
+            "stderr": self.clean(stderr),
         }
 
 
@@ -136,6 +143,10 @@ def waiting_and_running(recorder: Recorder) -> None:
     started = ("running", "het-running", "array", "preempted", "completing", "suspended", "shrunk")
     for case in (*started, "preempted-requeued", "cancelled-running", "node-fail", "requeued"):
         wait_for(partial(runs, case), f"{case} runs", seconds=60)
+    queue("preemptor", *gpu, "-w", "n5", "--gres=gpu:4")
+    queue("preemptor-2", *gpu, "-w", "n6", "--gres=gpu:4")
+    for case in ("preemptor", "preemptor-2"):
+        wait_for(partial(runs, case), f"{case} runs", seconds=60)
     queue("held-user", "--hold", "--comment=mine")
     recorder.root("scontrol", "hold", queue("held-admin"))
     marked = queue("marked", "--hold", *gpu, "--gres=gpu:2", user=BOB)
@@ -150,11 +161,12 @@ def waiting_and_running(recorder: Recorder) -> None:
     recorder.root("scancel", queue("cancelled-pending", "--hold"))
     recorder.root("scontrol", "suspend", cases["suspended"])
     recorder.root("scancel", cases["cancelled-running"])
-    queue("completed", script="true")
+    completed = queue("completed", "--hold", "--comment=mine", script="true")
+    note = "AdminComment=plexrl: 12.5 GPU-seconds"
+    recorder.root("scontrol", "update", f"JobId={completed}", note)
+    recorder.root("scontrol", "release", completed)
     queue("failed", script="exit 3")
     queue("killed", script="kill -9 $$")
-    queue("preemptor", *gpu, "-w", "n5", "--gres=gpu:4")
-    queue("preemptor-2", *gpu, "-w", "n6", "--gres=gpu:4")
 
 
 def completing(recorder: Recorder) -> None:
@@ -229,10 +241,11 @@ def record(cluster: Cluster, folder: Path) -> None:
     recorder.json("squeue.json", "squeue", "--json", "-t", "all")
     recorder.json("sinfo.json", "sinfo", "--json")
     recorder.text("scontrol-show-config.txt", "scontrol", "show", "config")
-    recorder.text("scontrol-show-nodes.txt", "scontrol", "show", "node", "-o")
     recorder.text("scontrol-show-jobs.txt", "scontrol", "show", "job", "-o")
     if slurm_version() >= (23, 2):
         recorder.json("scontrol-show-jobs.json", "scontrol", "show", "job", "--json")
+        # sinfo's own JSON groups nodes that are alike and does not tell which GPUs are used.
+        recorder.json("scontrol-show-nodes.json", "scontrol", "show", "node", "--json")
     time.sleep(2)  # slurmctld tells slurmdbd in its own time
     seconds = {"SLURM_TIME_FORMAT": "%s"}
     every = ["-a", "-D", "-S", "now-1day", "-P", "-o", SACCT]
