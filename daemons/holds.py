@@ -476,6 +476,8 @@ class HoldKeeper:
     # -- views -------------------------------------------------------------------------------
     def views(self) -> list[dict[str, Any]]:
         """For ``plexrl sinfo``."""
+        for hold in self.live.values():
+            self._view(hold, now_us())  # which notes whether it has come up
         return [view_of(hold, self._settings.backend) for hold in self.live.values()]
 
     def excluded(self) -> list[dict[str, Any]]:
