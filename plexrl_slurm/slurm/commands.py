@@ -160,8 +160,10 @@ class CommandsSlurm:
     def annotate(self, job: SlurmId, text: str) -> None:
         """AdminComment of the accounting record, alive or ended; all components, all tasks.
 
-        An Operator may write that. slurmctld's own AdminComment, which only an Administrator may,
-        replaces it at the job's end, so a job that has one is to be annotated after that.
+        An Operator may write that. slurmctld's own AdminComment, which only an Administrator or
+        job_submit.lua may write, replaces it at the job's end, so a job that has one is to be
+        annotated after that. sacctmgr makes all letters small and quotes backticks. A job that
+        was requeued has it in its last record.
         """
         argv = ["sacctmgr", "--immediate", "modify", "job", "where", f"jobid={_checked_id(job)}"]
         try:

@@ -135,19 +135,32 @@ def test_a_note_of_an_operator_is_in_sacct_beside_the_users_comment(world: LiveW
         contract.job(world, "true", "--comment=mine", "--array=1,2"), hold=False
     )
     wait_for(lambda: lives in world.service.past([lives]), "the record", seconds=20)
-    world.service.annotate(lives, "gpu_s=1.5 while it lived")
+    world.service.annotate(lives, "GPU_s=1.5, while it lived; 'x'")
     one, two = SlurmId(f"{array}_1"), SlurmId(f"{array}_2")
     for number in (lives, one, two):
         ended(world, number)
     world.service.annotate(one, "gpu_s=2 after its end")
     past = world.service.past([lives, one, two])
     assert {job: (many[-1].admin_comment, many[-1].comment) for job, many in past.items()} == {
-        lives: ("gpu_s=1.5 while it lived", "mine"),
+        # So sacctmgr writes it.
+        lives: ("gpu_s=1.5, while it lived; `x`", "mine"),
         one: ("gpu_s=2 after its end", "mine"),
         two: ("", "mine"),
     }
     with pytest.raises(SlurmRejected, match=r"privilege|denied"):
         world.user.annotate(lives, "mine")
+
+
+def test_slurmctlds_own_note_wins_at_the_end_and_loses_after_it(world: LiveWorld) -> None:
+    number = world.user.submit(contract.job(world, "sleep 3"), hold=False)
+    world.cluster.run("root", ["scontrol", "update", f"JobId={number}", "AdminComment=plexrl:1:a:"])
+    assert world.service.poll()[number].admin_comment == "plexrl:1:a:"
+    wait_for(lambda: number in world.service.past([number]), "the record", seconds=20)
+    world.service.annotate(number, "too early")
+    ended(world, number)
+    assert world.service.past([number])[number][-1].admin_comment == "plexrl:1:a:"
+    world.service.annotate(number, "in time")
+    assert world.service.past([number])[number][-1].admin_comment == "in time"
 
 
 def test_a_requeued_job_keeps_its_number_and_has_a_record_for_each_time(world: LiveWorld) -> None:
@@ -164,6 +177,9 @@ def test_a_requeued_job_keeps_its_number_and_has_a_record_for_each_time(world: L
     ended(world, number)
     first, second = world.service.past([number])[number]
     assert (first.word, second.word) == ("REQUEUED", "CANCELLED")
+    world.service.annotate(number, "of the last one")
+    notes = [record.admin_comment for record in world.service.past([number])[number]]
+    assert notes == ["", "of the last one"]
     assert first.start_us is not None
     assert second.start_us is not None
     assert first.start_us < second.start_us
