@@ -307,7 +307,9 @@ class Cluster:
         daemon = self._daemons.find(f"slurmd.{name}")
         mine = self._on_node(name) | ({daemon} if daemon else set())
         while mine:
-            processes.kill(processes.below(mine))
+            gone = processes.below(mine)
+            processes.freeze(gone)  # or a step daemon would still report that its task was killed
+            processes.kill(gone)
             mine = self._on_node(name)
         self._daemons.kill(f"slurmd.{name}")
         for path in self.local_folders(name):

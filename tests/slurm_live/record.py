@@ -191,9 +191,7 @@ def failures(recorder: Recorder) -> None:
     """What the commands say when they do not do what was asked."""
     found: dict[str, Any] = {}
     cases, said = recorder.cases, recorder.said
-    one, many = "99998", "99998,99999"
-    said(found, "squeue unknown", ROOT, "squeue", "--json", "-j", one)
-    said(found, "squeue two unknown", ROOT, "squeue", "--json", "-j", many)
+    one = "99998"
     said(found, "scontrol unknown", ROOT, "scontrol", "show", "job", one)
     said(found, "scancel unknown", ROOT, "scancel", one)
     said(found, "scancel ended", ROOT, "scancel", cases["completed"])
