@@ -450,10 +450,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if verb == "stop":
             cluster.stop()
         else:
-            print(cluster.run("root", ["sinfo", "-N", "-l"]).stdout, end="")  # noqa: T201
-            print(f"export SLURM_CONF={cluster.slurm_conf}")  # noqa: T201
+            print(cluster.run("root", ["sinfo", "-N", "-l"]).stdout, end="")
+            print(f"export SLURM_CONF={cluster.slurm_conf}")
     except ClusterError as error:
-        print(error, file=sys.stderr)  # noqa: T201
+        print(error, file=sys.stderr)
         return 1
     return 0
 
