@@ -7,14 +7,14 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import click
 
-from plexrl_slurm.cli.app import App, note
+from plexrl_slurm.cli.app import App, note, waiting
 from plexrl_slurm.core.errors import PlexError, SlurmUnavailable
 from plexrl_slurm.slurm.sbatch_options import plugin_options
 
@@ -245,28 +245,35 @@ class Submission:
 
     def run(self) -> int:
         """sbatch's exit code, or the job's if sbatch waits for it."""
+        text = f"submitting to partition {self.body['partition']}"
         with _interruptible():
-            row = self.client.submit(self.body)
-            job_id = int(row["job_id"])
-            given: Mapping[str, str] = row["env"]
-            if not self.with_credentials:
-                given = {name: given[name] for name in _EVERYBODYS if name in given}
-            sbatch: Sbatch | None = None
-            number: str | None = None
-            try:
-                argv = self.argv(tuple(given))
-                environment = {**self.environment, **given}
-                sbatch = Sbatch(argv, environment, self.stdin, quiet=self.quiet)
-                number = self._number(sbatch)
-                if number is not None:
-                    self.client.bind(job_id, number)
-            except BaseException as error:
-                with _undisturbed():
-                    self._undo(sbatch, job_id, number, error)
-                raise
+            with nullcontext() if self.quiet else waiting(text):
+                sbatch, job_id, number = self._submit()
             if number is None:
                 return self._refused(sbatch, job_id)
             return self._answer(sbatch, job_id, number)
+
+    def _submit(self) -> "tuple[Sbatch, int, str | None]":
+        """The sbatch, our row, and the job's number if there is one."""
+        row = self.client.submit(self.body)
+        job_id = int(row["job_id"])
+        given: Mapping[str, str] = row["env"]
+        if not self.with_credentials:
+            given = {name: given[name] for name in _EVERYBODYS if name in given}
+        sbatch: Sbatch | None = None
+        number: str | None = None
+        try:
+            environment = {**self.environment, **given}
+            argv = self.argv(tuple(given))
+            sbatch = Sbatch(argv, environment, self.stdin, quiet=self.quiet)
+            number = self._number(sbatch)
+            if number is not None:
+                self.client.bind(job_id, number)
+        except BaseException as error:
+            with _undisturbed():
+                self._undo(sbatch, job_id, number, error)
+            raise
+        return sbatch, job_id, number
 
     def _number(self, sbatch: Sbatch) -> str | None:
         try:
@@ -360,7 +367,12 @@ class Submission:
 @contextmanager
 def _interruptible() -> Iterator[None]:
     """Let the end of the terminal or a polite kill undo things, as ctrl-C does."""
-    numbers = (signal.SIGTERM, signal.SIGHUP)
+    # What is ignored (nohup) stays so.
+    numbers = [
+        number
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) is not signal.SIG_IGN
+    ]
     previous = [signal.signal(number, _interrupt) for number in numbers]
     try:
         yield
