@@ -1,5 +1,6 @@
 """Which adapter a partition on Slurm uses."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 from plexrl_slurm.core.errors import BadConfig, SlurmUnavailable
@@ -21,7 +22,7 @@ def make_cluster_port(
     if adapter not in ADAPTERS:
         raise BadConfig("[slurm] adapter", (f"{adapter!r} is none of {', '.join(ADAPTERS)}",))
     commands = CommandsSlurm(conf, timeout_s)
-    if adapter == "commands":
+    if adapter == "commands" or (adapter == "auto" and find_spec(module) is None):
         return commands
     port = PyslurmSlurm(commands, timeout_s, module=module)
     try:

@@ -19,7 +19,10 @@ def main(module_name: str) -> None:
     """Answer until stdin ends."""
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
         os.dup2(2, 1)
-        module = importlib.import_module(module_name)
+        try:
+            module = importlib.import_module(module_name)
+        except ImportError as error:
+            sys.exit(f"{module_name} cannot be imported: {error}")
         for line in sys.stdin:
             answers.write(json.dumps(answer(module, json.loads(line))) + "\n")
             answers.flush()

@@ -177,9 +177,18 @@ def test_an_import_that_ends_its_process_ends_a_child(
 ) -> None:
     (tmp_path / "no_conf.py").write_text("import os\nos._exit(1)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
     assert isinstance(make_cluster_port("auto", timeout_s=5, module="no_conf"), CommandsSlurm)
     with pytest.raises(BadConfig, match=r"pyslurm cannot be used here: .*exit code 1.*adapter = "):
         make_cluster_port("pyslurm", timeout_s=5, module="no_conf")
+
+
+def test_pyslurm_that_is_wanted_and_missing_is_a_mistake(
+    fake: FakeSlurm, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(BadConfig, match="pyslurm cannot be used here"):
+        make_cluster_port("pyslurm", timeout_s=5, module="not_there")
+    assert capfd.readouterr().err.startswith("not_there cannot be imported: No module named")
 
 
 def test_an_adapter_that_does_not_exist_is_a_mistake() -> None:
