@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import click
 
 from plexrl_slurm.cli.app import App, note, waiting
+from plexrl_slurm.cli.slurm_export import in_memory
 from plexrl_slurm.core.errors import PlexError, SlurmUnavailable
 from plexrl_slurm.slurm.sbatch_options import plugin_options
 
@@ -111,7 +112,7 @@ class Sbatch:
         self._quiet = quiet
         self._cut_off = False
         self._printing = not quiet
-        script = None if stdin is None else _in_memory(stdin)
+        script = None if stdin is None else in_memory(stdin)
         try:
             # In a session of its own: ctrl-C does not cut it off in the middle, and Slurm knows
             # its job by the session's number.
@@ -204,20 +205,11 @@ class Sbatch:
         click.echo(piece, nl=False, err=True)
 
 
-def _in_memory(data: bytes) -> int:
-    """A descriptor to read ``data`` from."""
-    file = os.memfd_create("script")
-    with open(file, "wb", closefd=False) as stream:
-        stream.write(data)
-    os.lseek(file, 0, os.SEEK_SET)
-    return file
-
-
 class Submission:
     """Row first, sbatch second, bond third; undone in reverse.
 
-    ``body`` is that of ``POST jobs``; ``argv`` makes sbatch's command line, given the names of
-    the variables that the job needs. The tasks of an array get theirs when they start, so that
+    ``body`` is that of ``POST jobs``; ``argv`` makes sbatch's command line, given the
+    variables that the job needs. The tasks of an array get theirs when they start, so that
     it goes without (``with_credentials``). If sbatch ``waits`` for the job's end, so do we;
     ``quiet`` says that nothing but errors is for the user.
     """
@@ -229,7 +221,7 @@ class Submission:
         client: "Client",
         slurm: "SlurmSettings",
         body: Mapping[str, Any],
-        argv: Callable[[Sequence[str]], Sequence[str]],
+        argv: Callable[[Mapping[str, str]], Sequence[str]],
         environment: Mapping[str, str],
         stdin: bytes | None,
         with_credentials: bool,
@@ -264,7 +256,7 @@ class Submission:
         number: str | None = None
         try:
             environment = {**self.environment, **given}
-            argv = self.argv(tuple(given))
+            argv = self.argv(given)
             sbatch = Sbatch(argv, environment, self.stdin, quiet=self.quiet)
             number = self._number(sbatch)
             if number is not None:

@@ -17,6 +17,7 @@ import click
 
 from plexrl_slurm.cli.app import App, note
 from plexrl_slurm.cli.site import find_site, places
+from plexrl_slurm.cli.slurm_export import is_none, with_credentials
 from plexrl_slurm.core.errors import BadInput, BadScript
 from plexrl_slurm.slurm.directives import PARSERS, ScriptHead, encoded, load, parse
 from plexrl_slurm.slurm.sbatch_options import (
@@ -82,6 +83,11 @@ class Plan:
     def has(self, flag: str) -> bool:
         """Whether the command line or the script gives the flag."""
         return self.line.has(flag) or (self.head is not None and self.head.has(flag))
+
+    @property
+    def export(self) -> str | None:
+        """What the user wants of this environment; ``None``: all of it."""
+        return self.given("export", "SBATCH_EXPORT")
 
     def is_array(self) -> bool:
         """Whether it will be many jobs."""
@@ -215,7 +221,7 @@ def submit_with_slurm(plan: Plan) -> int:
     from plexrl_slurm.cli import slurm_process as process
 
     if plan.head is None:
-        return process.ask(plan.slurm, [*_options(plan, (), bare=True), *plan.line.rest])
+        return process.ask(plan.slurm, [*_options(plan, {}, bare=True), *plan.line.rest])
     _refuse_what_cannot_be(plan)
     body = _row(plan)
     environment, removed = _environment(plan)
@@ -232,7 +238,7 @@ def submit_with_slurm(plan: Plan) -> int:
             from plexrl_slurm.cli.submit import check_models
 
             check_models(client, plan.site, tuple(body["models"]), shown=body["script"])
-            argv = [sbatch, *_options(plan, ()), *script]
+            argv = [sbatch, *_options(plan, {}), *script]
             plan.app.answer({**body, "submitted": False}, "")
             return process.Sbatch(argv, environment, stdin).run(plan.slurm.timeout_us / 1e6)
         return process.Submission(
@@ -240,7 +246,7 @@ def submit_with_slurm(plan: Plan) -> int:
             client=client,
             slurm=plan.slurm,
             body=body,
-            argv=lambda names: [sbatch, *_options(plan, names), *script],
+            argv=lambda given: [sbatch, *_options(plan, given), *script],
             environment=environment,
             stdin=stdin,
             with_credentials=not plan.is_array(),
@@ -354,13 +360,15 @@ def _gpu(option: Option) -> bool:
     return without_gpus(option.name, option.value)[0]
 
 
-def _options(plan: Plan, names: Sequence[str], *, bare: bool = False) -> list[str]:
+def _options(plan: Plan, given: Mapping[str, str], *, bare: bool = False) -> list[str]:
     """The user's options, ours among them taken out, and what we add.
 
-    ``names`` are the variables of the environment that the job needs.
+    ``given`` are the variables that the job needs.
     """
     # A quiet sbatch does not tell us the number either: we are quiet in its place.
     gone = {*_OWN, "quiet", *(("partition",) if _partition_is_ours(plan) else ())}
+    if is_none(plan.export):
+        gone.add("export-file")
 
     def change(option: Option) -> tuple[str, ...]:
         if option.name in gone:
@@ -380,23 +388,8 @@ def _options(plan: Plan, names: Sequence[str], *, bare: bool = False) -> list[st
             words.append("--hold")
         if plan.slurm.controller_partition:
             words.append(f"--partition={plan.slurm.controller_partition}")
-        export = plan.given("export", "SBATCH_EXPORT")
-        if names and export is not None:
-            words.append(f"--export={exported(export, names)}")
+        words += with_credentials(given, export=plan.export, export_file=plan.given("export-file"))
     return [*words, "--"] if plan.line.dashes else words
-
-
-def exported(export: str, names: Sequence[str]) -> str:
-    """``--export`` with ``names`` added; their values are in sbatch's environment.
-
-    ``NONE`` takes no names beside it. A list of names does the same as ``NONE`` with them: the
-    job gets its user's login environment, and its steps what is named.
-    """
-    words = export.split(",")
-    if "ALL" in (word.strip().upper() for word in words):
-        return export
-    kept = [word for word in words if word and word.strip().upper() not in ("NONE", "NIL")]
-    return ",".join((*kept, *names))
 
 
 def _script(plan: Plan, head: ScriptHead, stack: ExitStack) -> tuple[list[str], bytes | None]:
@@ -404,7 +397,8 @@ def _script(plan: Plan, head: ScriptHead, stack: ExitStack) -> tuple[list[str], 
     if plan.line.has("wrap"):
         return [], None
     hide = _partition_is_ours(plan) and not plan.slurm.controller_partition
-    text = head.without("quiet", *(("partition",) if hide else ()))
+    gone = ["quiet", *(["partition"] if hide else [])]
+    text = head.without(*gone, *(["export-file"] if is_none(plan.export) else []))
     if plan.stdin is not None:
         return [], encoded(text)
     if text is head.text:

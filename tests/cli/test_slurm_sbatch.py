@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 
-from plexrl_slurm.cli.slurm_submit import exported
+from plexrl_slurm.cli.slurm_export import exported
 from tests.cli.conftest import CONFIG, FakeDaemon
 from tests.tree import ROOT
 

@@ -203,6 +203,25 @@ def test_export_keeps_its_meaning_and_the_key_is_in_no_argument(
     assert site.output(job) == said
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--export-file=vars"], "key=tml-secret mine=file args=\n"),
+        (["--export-file=7"], "key=tml-secret mine=file args=\n"),
+        (["--export-file=vars", "--export=OTHER=1"], "key=tml-secret mine=file args=\n"),
+        (["--export-file=vars", "--export=NONE"], "key=tml-secret mine= args=\n"),
+    ],
+)
+def test_an_export_file_is_all_that_the_job_gets_and_its_key(
+    site: Site, words: list[str], said: str
+) -> None:
+    (site.home / "vars").write_bytes(b"MINE=file\0TINKER_API_KEY=old\0")
+    command = " ".join(("plexrl() {", python.interpreter(), '-m plexrl_slurm.cli.main "$@"; };'))
+    line = f"{command} plexrl sbatch --parsable {' '.join(words)} count.sh 7<vars"
+    done = site.cluster.run("plxalice", ["bash", "-c", line], env={**site.env, "MINE": "env"})
+    assert site.output(done.stdout.strip()) == said
+
+
 def test_the_secret_is_in_no_command_line(site: Site) -> None:
     # A sbatch that tells what it was given, before it does its work.
     (site.home / "bin").mkdir(exist_ok=True)
