@@ -11,11 +11,13 @@ from plexrl_slurm.core.errors import (
     BadImage,
     BadInput,
     BadScript,
+    CredentialsUnavailable,
     DaemonUnavailable,
     DatabaseUnavailable,
     Denied,
     InvalidTransition,
     ModelTooLarge,
+    NotAdmitted,
     NotFound,
     PlexError,
     SlurmRejected,
@@ -46,6 +48,11 @@ EXAMPLES: list[tuple[PlexError, str]] = [
     (NotFound("job", "7"), "no job '7' that you may see"),
     (Denied("only an admin may drain"), "only an admin may drain"),
     (Unauthenticated("the API key is no job's"), "the API key is no job's"),
+    (
+        CredentialsUnavailable("MUNGE does not answer: start munged"),
+        "MUNGE does not answer: start munged",
+    ),
+    (NotAdmitted("7", ""), "job 7 is not admitted yet: it waits for its turn"),
     (
         DaemonUnavailable("rlvr", "api.sock"),
         "the daemon of partition 'rlvr' does not answer at api.sock: "
