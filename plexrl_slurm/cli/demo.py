@@ -1,28 +1,25 @@
 """``plexrl demo``: three GRPO jobs share two WPGs, then run alone; what did sharing save?"""
 
 import hashlib
-import json
 import os
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
-from plexrl_slurm.cli import daemon, demo_figures, ledger, show, timeline
+from plexrl_slurm.cli import daemon, demo_figures, demo_runs, timeline
 from plexrl_slurm.cli.app import App, note, waiting
 from plexrl_slurm.cli.client import Client
 from plexrl_slurm.cli.demo_figures import JobRun, SharedRun
-from plexrl_slurm.cli.demo_screen import Screen, read_lines
-from plexrl_slurm.cli.report import text_of
-from plexrl_slurm.cli.show import ENDED
+from plexrl_slurm.cli.demo_runs import Submission
+from plexrl_slurm.cli.demo_screen import Screen
 from plexrl_slurm.cli.submit import Request, Submitted, environment_for, slurm_of, submit, wrapped
-from plexrl_slurm.core.errors import BadInput, PlexError
+from plexrl_slurm.core.errors import BadInput
 from plexrl_slurm.settings import Site
 
 _CONFIG = """# Written by `plexrl demo`; made new each time.
@@ -59,19 +56,6 @@ max_context_length = 256
 """
 
 _REPORTS = ("savings", "usage_by_job", "hold_summary")
-
-
-class DemoFailed(PlexError):
-    """A job of the demo did not end well."""
-
-    exit_code = 70
-
-    def __init__(self, job: str, state: str, output: str) -> None:
-        super().__init__(job, state, output)
-        self.job, self.state, self.output = job, state, output
-
-    def explain(self) -> str:
-        return f"job {self.job} of the demo ended as {self.state}: see {self.output}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,12 +124,9 @@ def demo(
         if not keep:
             with waiting("giving the GPUs back"):
                 daemon.stop(site, release=True, timeout_s=60)
-    leave(plan, site, report)
-    heads, cells = demo_figures.table(report["rows"])
+    demo_runs.leave(plan.out, site, report, _REPORTS)
     words = [
-        show.fitted(heads, cells),
-        f"tool pauses of {report['tool_seconds']:.2f} s "
-        f"({report['tool_multiple']:.2f} measured steps of {report['step_seconds']:.2f} s)",
+        *demo_runs.closing_table(report),
         f"everything is in {plan.out}: report.json, timeline.png, ledger.db, reports/",
     ]
     app.answer(report, "\n".join(words))
@@ -261,25 +242,21 @@ def run_jobs(
     """Submit, show, wait, collect."""
     folder = plan.out / "runs" / name
     folder.mkdir(parents=True, exist_ok=True)
-    names = {number: f"count-{number + 1}" for number in numbers}
-    jobs = {
-        number: _submit(plan, site, client, folder, names[number], number, tool_s)
-        for number in numbers
-    }
-    files = {names[number]: folder / f"{names[number]}.jsonl" for number in numbers}
+    jobs = []
+    for number in numbers:
+        label = f"count-{number + 1}"
+        done = _submit(plan, site, client, folder, label, number, tool_s)
+        jobs.append(
+            Submission(
+                name=label,
+                slurm_id=done.slurm_id,
+                lines=folder / f"{label}.jsonl",
+                output=folder / f"{label}.out",
+            )
+        )
     with Screen(name, steps=plan.steps) as screen:
-        while True:
-            found = {str(job["slurm_id"]): job for job in client.jobs(ended=True)}
-            rows = {number: found[job.slurm_id] for number, job in jobs.items()}
-            lines = {label: read_lines(path) for label, path in files.items()}
-            screen.show(client.nodes(), lines)
-            if all(row["state"] in ENDED for row in rows.values()):
-                break
-            time.sleep(0.5)
-    return [
-        _collect(site, folder, names[number], rows[number], files[names[number]])
-        for number in numbers
-    ]
+        rows = demo_runs.watch(client, screen, jobs)
+    return [demo_runs.collect(site, job, rows[job.name]) for job in jobs]
 
 
 def _submit(
@@ -315,29 +292,3 @@ def _submit(
             output=str(folder / f"{name}.out"),
         ),
     )
-
-
-def _collect(site: Site, folder: Path, name: str, row: Mapping[str, Any], lines: Path) -> JobRun:
-    if row["state"] != "completed":
-        raise DemoFailed(name, str(row["state"]), str(folder / f"{name}.out"))
-    pattern = f"s{row['job_id']}-*/sampler_weights/final/model.safetensors"
-    (weights,) = (site.state_dir / "checkpoints").glob(pattern)
-    return JobRun(
-        name=name,
-        started_us=int(row["started_us"]),
-        ended_us=int(row["ended_us"]),
-        steps=int(row["steps"]),
-        lines=read_lines(lines),
-        weights=hashlib.sha256(weights.read_bytes()).hexdigest(),
-    )
-
-
-def leave(plan: Plan, site: Site, report: Mapping[str, Any]) -> None:
-    """Files that tell the rest of the story."""
-    (plan.out / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    folder = plan.out / "reports"
-    folder.mkdir(exist_ok=True)
-    for name in _REPORTS:
-        found = ledger.run_report(site, name)
-        text = text_of(found, parsable=False, header=True)
-        (folder / f"{name}.txt").write_text(text + "\n", encoding="utf-8")

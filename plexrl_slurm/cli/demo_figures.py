@@ -40,6 +40,8 @@ class SharedRun:
 
     jobs: Sequence[JobRun]
     stretches: Sequence[Mapping[str, Any]]
+    #: Whether the stretches are all that was held meanwhile: holds came and went.
+    several_holds: bool = False
 
     @property
     def window_us(self) -> tuple[int, int]:
@@ -70,13 +72,15 @@ def clipped(
 def compare(
     shared: SharedRun, alone: Sequence[JobRun], *, gpus: int, pools: Mapping[str, str]
 ) -> dict[str, Any]:
-    """One row of the demo's table. ``pools`` says the pool of every WPG."""
+    """One row of the demo's table. ``gpus``: of one hold; ``pools`` says the pool of every WPG."""
     begin, end = shared.window_us
-    held_shared_us = gpus * (end - begin)
     held_alone_us = sum(gpus * (job.ended_us - job.started_us) for job in alone)
+    parts = clipped(shared.stretches, (begin, end))
+    held_shared_us = (
+        sum(share for *_, share in parts) if shared.several_holds else gpus * (end - begin)
+    )
     per_step_shared = held_shared_us / max(1, sum(job.steps for job in shared.jobs)) / 1e6
     per_step_alone = held_alone_us / max(1, sum(job.steps for job in alone)) / 1e6
-    parts = clipped(shared.stretches, (begin, end))
     slowdowns = [
         together.loop_s / single.loop_s
         for together, single in zip(shared.jobs, alone, strict=True)

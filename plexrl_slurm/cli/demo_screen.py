@@ -58,6 +58,13 @@ class Screen:
         if self._live is not None:
             self._live.stop()
 
+    def say(self, sentence: str) -> None:
+        """A line that stays, above the table."""
+        if self._live is not None:
+            self._live.console.print(f"plexrl: {sentence}")
+        else:
+            click.echo(f"plexrl: {sentence}", err=True)
+
     def show(
         self, nodes: Mapping[str, Any], jobs: Mapping[str, Sequence[Mapping[str, Any]]]
     ) -> None:
