@@ -180,7 +180,9 @@ class Cluster:
     def _on_node(self, name: str) -> set[Process]:
         """Step daemons, tasks and whatever they started, unless it dropped its environment."""
         marks = {"SLURM_CONF": str(self.slurm_conf), "SLURMD_NODENAME": name}
-        return processes.with_environment(marks) - self._daemons.living()
+        # Step daemons of 24.11 have no environment, but stay where their slurmd was started.
+        steps = processes.working_in(self.folder / "spool" / name, "slurmstepd")
+        return (processes.with_environment(marks) | steps) - self._daemons.living()
 
     # ---- commands ---------------------------------------------------------------------------
 
@@ -333,12 +335,16 @@ class Cluster:
         process = self._daemons.find(daemon)
         return None if process is None else process.pid
 
-    def _spawn(self, name: str, argv: Sequence[str], user: str = "root", **env: str) -> None:
-        self._daemons.spawn(name, argv, env=self.env() | self._mark | env, user=user)
+    def _spawn(
+        self, name: str, argv: Sequence[str], user: str = "root", cwd: str = "log", **env: str
+    ) -> None:
+        environment = self.env() | self._mark | env
+        self._daemons.spawn(name, argv, env=environment, cwd=self.folder / cwd, user=user)
 
     def _spawn_slurmd(self, name: str) -> None:
-        # Its step daemons inherit the variable: so they are found when the node is lost.
-        self._spawn(f"slurmd.{name}", ["slurmd", "-D", "-N", name], SLURMD_NODENAME=name)
+        # Its step daemons inherit both: so they are found when the node is lost.
+        marks = {"cwd": f"spool/{name}", "SLURMD_NODENAME": name}
+        self._spawn(f"slurmd.{name}", ["slurmd", "-D", "-N", name], **marks)
 
     def _answers(self) -> bool:
         return "is UP" in self.run("root", ["scontrol", "ping"], check=False).stdout

@@ -34,7 +34,13 @@ class Daemons:
         return {process for name in self.names() if (process := self.find(name)) is not None}
 
     def spawn(
-        self, name: str, argv: Sequence[str], *, env: Mapping[str, str], user: str = "root"
+        self,
+        name: str,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: Path,
+        user: str = "root",
     ) -> None:
         """Start one; it outlives this process."""
         with (self._log / f"{name}.out").open("ab") as log:
@@ -43,7 +49,7 @@ class Daemons:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                cwd=self._log,
+                cwd=cwd,
                 env=dict(env),
                 start_new_session=True,
                 **processes.identity(user),  # type: ignore[call-overload]  # user, group, ...

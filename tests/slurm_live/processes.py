@@ -98,6 +98,21 @@ def with_environment(wanted: Mapping[str, str]) -> set[Process]:
     return found
 
 
+def working_in(folder: Path, program: str) -> set[Process]:
+    """Processes of a program (as /proc says it) whose working folder is ``folder``."""
+    found = set()
+    for pid, (process, _) in everybody().items():
+        try:
+            name = (PROC / str(pid) / "comm").read_text(encoding="utf-8", errors="replace")
+            if name.startswith(program):
+                where = str((PROC / str(pid) / "cwd").readlink())
+                if where.removesuffix(" (deleted)") == str(folder):
+                    found.add(process)
+        except OSError:
+            continue
+    return found
+
+
 def wait_for(
     check: Callable[[], object], what: str | Callable[[], str], *, seconds: float = 30
 ) -> None:
