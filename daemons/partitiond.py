@@ -40,6 +40,7 @@ from plexrl_slurm.daemons.service_jobs import PartitionService
 from plexrl_slurm.daemons.shell import Shell
 from plexrl_slurm.daemons.spool import Spool
 from plexrl_slurm.daemons.state import State
+from plexrl_slurm.daemons.usage import Usage
 from plexrl_slurm.daemons.watch import SlurmWatch
 from plexrl_slurm.daemons.writer import Writer
 from plexrl_slurm.db import schema
@@ -174,6 +175,7 @@ class Daemon:
             intake.run(),
             intake.collect(),
             _wait(shell.broken),
+            *([Usage(parts).run()] if config.slurm is not None else []),
             watch.run(),
             keeper.run(),
         ]

@@ -1,0 +1,263 @@
+"""Copies what Slurm's accounting says of the holds, and tells it what ended jobs have used.
+
+It asks slurmdbd, never slurmctld, and nothing waits for it: what fails is tried again later, by
+the next daemon if need be.
+"""
+
+import asyncio
+import logging
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import exists, select
+from sqlalchemy.orm import Session
+
+from plexrl_slurm.clock import now_us
+from plexrl_slurm.core.errors import PlexError, SlurmRejected
+from plexrl_slurm.core.ids import JobId, SlurmId
+from plexrl_slurm.core.states import ENDED as JOB_ENDS
+from plexrl_slurm.daemons.service_base import Parts
+from plexrl_slurm.db import holds, queue, usage
+from plexrl_slurm.db.models import HoldRow, JobEventRow, JobRow
+from plexrl_slurm.db.upsert import table_of
+from plexrl_slurm.logs import say
+from plexrl_slurm.slurm.port import ENDED, ClusterPort, PastJob
+
+log = logging.getLogger(__name__)
+
+JOBS, EVENTS = table_of(JobRow), table_of(JobEventRow)
+
+#: Between two questions about everything.
+PERIOD_US = 60_000_000
+#: Between two questions about what has just ended, and for how long they are asked.
+SOON_US = 2_000_000
+EAGER_US = 60_000_000
+#: What accounting has not said after so long it will never say.
+LONGEST_US = 7 * 86_400_000_000
+#: Most jobs in one look.
+BATCH = 200
+#: A record that begins so much before its hold is that of an older job with the same number.
+SLACK_US = 3_600_000_000
+#: First word of what we write, and of the marks of ``job_submit.lua``.
+OURS = "plexrl:"
+#: Kind of the line in a job's story; it also says that the job is done here.
+NOTED = "accounted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A hold whose records are not complete."""
+
+    id: str
+    leader: int
+    submitted_us: int
+    ended_us: int | None
+
+
+class Usage:
+    """A loop of the daemon."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._holds: frozenset[str] = frozenset()
+        self._jobs: frozenset[JobId] = frozenset()
+        self._full_us = self._soon_us = self._eager_us = 0
+        #: Ended holds of which accounting has said its last word, though there was nothing to keep.
+        self._settled: set[str] = set()
+        #: What Slurm's record of each job was to say.
+        self._told: dict[SlurmId, str] = {}
+        self._trouble = ""
+
+    async def run(self) -> None:
+        """Look whenever there may be news."""
+        while True:
+            await self._parts.watch.news(timeout_s=10.0)
+            now = now_us()
+            if self._due(now):
+                await self.look(now)
+
+    def _due(self, now: int) -> bool:
+        keeper = self._parts.holds
+        live = frozenset(keeper.live if keeper is not None else ())
+        jobs = frozenset(self._parts.state.jobs)
+        if self._holds - live or self._jobs - jobs:
+            self._eager_us = now + EAGER_US
+        self._holds, self._jobs = live, jobs
+        if now - self._full_us >= PERIOD_US:
+            return True
+        return now < self._eager_us and now - self._soon_us >= SOON_US
+
+    async def look(self, now: int) -> None:
+        """Ask about holds, then about jobs; what cannot be done now is tried again."""
+        full = now - self._full_us >= PERIOD_US
+        self._soon_us = now
+        self._full_us = now if full else self._full_us
+        try:
+            await self._look_at_holds(now, all_of_them=full)
+            await self._look_at_jobs(now)
+        except PlexError as problem:
+            self._troubled(str(problem))
+        except Exception:
+            # Whatever it is: accounts must not end a daemon that works.
+            log.exception("accounting failed")
+        else:
+            self._trouble = ""
+
+    def _troubled(self, words: str) -> None:
+        if words != self._trouble:
+            say(log, "accounting_waits", reason=words)
+        self._trouble = words
+
+    def _cluster(self) -> ClusterPort:
+        return self._parts.port  # type: ignore[return-value]
+
+    # -- holds -------------------------------------------------------------------------------
+    async def _look_at_holds(self, now: int, *, all_of_them: bool) -> None:
+        found = await self._parts.store.run(_incomplete, self._parts.settings.partition)
+        asked = [
+            hold
+            for hold in found
+            if hold.id not in self._settled
+            and (all_of_them or hold.ended_us is not None)
+            and (hold.ended_us is None or now - hold.ended_us < LONGEST_US)
+        ]
+        if not asked:
+            return
+        leaders = [SlurmId(str(hold.leader)) for hold in asked]
+        # Records are as of now or later; the report cuts both sides where the books end anyway.
+        asked_us = now_us()
+        records = await asyncio.to_thread(self._cluster().past, leaders)
+        by_hold = whose(asked, records)
+        await self._parts.store.run(_write, by_hold, asked_us)
+        for hold in asked:
+            mine = by_hold.get(hold.id, [])
+            if hold.ended_us is not None and mine and all(r.end_us is not None for r in mine):
+                self._settled.add(hold.id)
+
+    # -- jobs --------------------------------------------------------------------------------
+    async def _look_at_jobs(self, now: int) -> None:
+        parts = self._parts
+        found = await parts.store.run(
+            _unnoted, parts.settings.partition, epoch_us=parts.epoch, since_us=now - LONGEST_US
+        )
+        if not found:
+            return
+        records = await asyncio.to_thread(self._cluster().past, list(found))
+        for slurm_id, job in found.items():
+            record = records.get(slurm_id, ())[-1:]
+            # slurmctld sends its own AdminComment with the job's end, and would replace ours.
+            if not record or record[0].state not in ENDED or record[0].end_us is None:
+                continue
+            await self._tell(job, record[0], now)
+
+    async def _tell(self, job: JobId, record: PastJob, now: int) -> None:
+        """Write the summary, or see that it is there."""
+        there = record.admin_comment
+        if there and not there.lower().startswith(OURS):
+            text = "the record has an AdminComment of the site's, which was left alone"
+            await self._note(job, text, now)
+            return
+        summary = await self._parts.store.run(usage.summary_of, job)
+        if there == summary.lower():
+            await self._note(job, summary, now)
+            return
+        if self._told.get(record.id) == summary:
+            text = f"AdminComment says {there!r} though Slurm took {summary!r}"
+            await self._note(job, text, now)
+            return
+        try:
+            await asyncio.to_thread(self._cluster().annotate, record.id, summary)
+        except SlurmRejected as problem:
+            self._troubled(
+                f"Slurm does not let this user write AdminComment, so that sacct does not show "
+                f"what jobs used: `sacctmgr modify user NAME set adminlevel=operator` ({problem})"
+            )
+            return
+        say(log, "usage_told", job=job, slurm_id=record.id, text=summary)
+        self._told[record.id] = summary
+        self._eager_us = now + EAGER_US
+
+    async def _note(self, job: JobId, text: str, now: int) -> None:
+        await self._parts.store.run(_add_note, job, text, now)
+
+
+def whose(
+    asked: Sequence[Asked], records: Mapping[SlurmId, Iterable[PastJob]]
+) -> dict[str, list[PastJob]]:
+    """The records of each hold.
+
+    Slurm numbers the components of a heterogeneous job one after the other, so that a record is
+    of the hold with the nearest number below.
+    """
+    ordered = sorted(asked, key=lambda hold: (hold.leader, hold.submitted_us))
+    leaders = [hold.leader for hold in ordered]
+    found: dict[str, list[PastJob]] = {}
+    for many in records.values():
+        for record in many:
+            at = bisect_right(leaders, int(record.id)) - 1 if record.id.isdecimal() else -1
+            if at < 0:
+                continue
+            hold = ordered[at]
+            begins_us = record.start_us or record.end_us
+            if begins_us is None or begins_us >= hold.submitted_us - SLACK_US:
+                found.setdefault(hold.id, []).append(record)
+    return found
+
+
+def _incomplete(session: Session, partition: str) -> list[Asked]:
+    """Live holds, and ended ones whose last record is missing."""
+    rows: list[HoldRow] = list(holds.live_holds(session, partition))
+    rows += [holds.get_hold(session, each) for each in usage.open_usage(session, partition)]
+    return [
+        Asked(
+            id=row.id,
+            leader=int(row.slurm_id),
+            submitted_us=row.started_us,
+            ended_us=row.ended_us,
+        )
+        for row in rows
+        if row.backend == "slurm" and row.slurm_id.isdecimal()
+    ]
+
+
+def _write(session: Session, found: Mapping[str, Iterable[PastJob]], now: int) -> None:
+    for hold, records in found.items():
+        for record in records:
+            usage.record_usage(
+                session,
+                hold,
+                slurm_id=record.id,
+                start_us=record.start_us,
+                end_us=record.end_us,
+                elapsed_us=record.elapsed_us,
+                gpus=record.gpus,
+                word=record.word,
+                now_us=now,
+            )
+
+
+def _unnoted(
+    session: Session, partition: str, *, epoch_us: int, since_us: int
+) -> dict[SlurmId, JobId]:
+    """Jobs that ran and whose bill is closed, and nothing has been said of it yet."""
+    ended = (JOBS.c.partition == partition, JOBS.c.state.in_(sorted(JOB_ENDS)))
+    # A daemon that was killed while it ended a job: nothing more will be booked on it.
+    cut = select(JOBS.c.id).where(*ended, JOBS.c.billed.is_(False), JOBS.c.ended_us < epoch_us)
+    for job in session.scalars(cut).all():
+        queue.close_bill(session, JobId(job))
+    noted = exists().where(EVENTS.c.job_id == JOBS.c.id, EVENTS.c.kind == NOTED)
+    asked = select(JOBS.c.slurm_id, JOBS.c.id).where(
+        *ended,
+        JOBS.c.billed.is_(True),
+        JOBS.c.slurm_id.is_not(None),
+        JOBS.c.started_us.is_not(None),
+        JOBS.c.ended_us >= since_us,
+        ~noted,
+    )
+    rows = session.execute(asked.order_by(JOBS.c.id.desc()).limit(BATCH))
+    return {SlurmId(slurm_id): JobId(job) for slurm_id, job in rows}
+
+
+def _add_note(session: Session, job: JobId, text: str, now: int) -> None:
+    queue.note(session, job, at_us=now, kind=NOTED, text=text)
