@@ -1,5 +1,6 @@
 """``plexrl``: the group of commands, and how an error ends the program."""
 
+import gc
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -96,6 +97,8 @@ def cli(ctx: click.Context) -> None:
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """The console script."""
+    # What is imported stays: neither now nor at the end need anybody look for garbage in it.
+    gc.freeze()
     cli.main(args=argv, prog_name="plexrl")
 
 
