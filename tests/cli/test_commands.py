@@ -15,11 +15,24 @@ Plexrl = Callable[..., Result]
 NODES: dict[str, Any] = {
     "partition": "rlvr",
     "epoch": 1,
-    "hold": {"id": "h1", "backend": "local", "state": "up", "since_us": T0},
+    "holds": [
+        {
+            "id": "h1",
+            "slurm_id": "42",
+            "state": "up",
+            "nodes": ["n1", "n2"],
+            "since_us": T0,
+            "limit_end_us": None,
+            "reason": "",
+        }
+    ],
+    "excluded_nodes": [{"node": "n3", "until_us": T0, "reason": "rank train-1/0 died 3 times"}],
+    "trouble": ["slurmctld does not answer"],
     "wpgs": [
         {
             "id": "train-0",
             "pool": "train",
+            "node": "n1",
             "gpus": 2,
             "state": "busy",
             "resident": "s1-1:train:0",
@@ -223,12 +236,14 @@ def test_a_long_reason_is_cut_where_space_is_short(plexrl: Plexrl, daemon: FakeD
 def test_sinfo(plexrl: Plexrl, daemon: FakeDaemon) -> None:
     daemon.answers["GET /nodes"] = NODES
     assert plexrl("sinfo").stdout == (
-        "PARTITION WPG       POOL    GPUS STATE RESIDENT     QUEUE\n"
-        "rlvr      train-0   train   2    busy  s1-1:train:0 3\n"
-        "rlvr      rollout-0 rollout 1    idle  -            0\n"
+        "PARTITION WPG       POOL    NODE GPUS STATE RESIDENT     QUEUE\n"
+        "rlvr      train-0   train   n1   2    busy  s1-1:train:0 3\n"
+        "rlvr      rollout-0 rollout -    1    idle  -            0\n"
+        "trouble: slurmctld does not answer\n"
     )
     long = plexrl("sinfo", "-l").stdout
-    assert "hold h1 (local): up since 2026-02-02T02:40:00.000000Z" in long
+    assert "h1   42    up    n1,n2 2026-02-02T02:40:00.000000Z -     -\n" in long
+    assert "node n3 is left out until 2026-02-02T02:40:00.000000Z: rank train-1/0 died" in long
     assert "host memory: 0.50 GiB of 1.00 GiB used" in long
     assert "tiny  312,448    float32 512" in long
 
