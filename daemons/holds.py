@@ -86,6 +86,7 @@ class HoldKeeper:
             rows.node_faults, partition=settings.partition, since_us=since_us
         ):
             self._wpgs.faults.append(Fault(node=fault.node, at_us=fault.at_us, reason=fault.reason))
+        await self._parts.watch.look()
         for row in await store.run(rows.live_holds, settings.partition):
             hold = LiveHold(
                 id=row.id,
@@ -113,6 +114,7 @@ class HoldKeeper:
             for each in await self._parts.store.run(rows.held_wpgs, hold.id)
         ]
         booked = await self._parts.store.run(ledger.last_stop, hold.id)
+        status = self._parts.watch.jobs.get(hold.slurm_id) or await self._ask(hold)
         rooms = {
             (each.component, each.node): self._wpgs.room(hold, each.component, each.node)
             for each in found
@@ -131,6 +133,9 @@ class HoldKeeper:
         hold.batch_node = row.batch_node or LOCALHOST
         self._wpgs.add(hold, layout, {held.id: booked[held.id] for held in layout})
         self._hub.expect(hold.id, layout, hold.places)
+        if status is not None and status.state in ENDED:
+            # In the turn in which its books go on, or they would go on to this instant.
+            self._ended(hold, status.end_us or now_us(), "it ended while no daemon was there")
 
     # -- for ever ----------------------------------------------------------------------------
     async def run(self) -> None:
