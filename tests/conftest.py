@@ -28,7 +28,8 @@ def _has_postgres_server() -> bool:
 
 #: What each marker needs, and whether it is here.
 NEEDS = {
-    "slurm": shutil.which("sbatch") is not None,
+    # Root, because the private cluster runs jobs as several users.
+    "slurm": shutil.which("sbatch") is not None and os.geteuid() == 0,
     "munge": all(shutil.which(name) for name in ("munge", "unmunge", "munged")),
     "gpu": Path("/dev/nvidiactl").exists(),
     "postgres": _has_postgres_server(),

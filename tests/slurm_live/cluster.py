@@ -422,17 +422,18 @@ class Cluster:
         self._daemons.wait(self.munge_socket.is_socket, "munged")
         self._spawn("slurmdbd", ["slurmdbd", "-D"], MYSQL_UNIX_PORT=str(address))
         file = self.folder / "etc" / "accounts.conf"
-        if not file.exists():
+        if file.exists():
+            ask = ["sacctmgr", "-n", "show", "cluster"]
+        else:
             # Before slurmctld starts: what changes while it does so, it may miss.
             fresh = file.with_suffix(".new")
             fresh.write_text(services.ACCOUNTS_FILE.format(name=self.name), encoding="utf-8")
-            load = ["sacctmgr", "-i", "load", str(fresh)]
-            self._daemons.wait(
-                lambda: self.run("root", load, check=False).returncode == 0, "slurmdbd"
-            )
+            ask = ["sacctmgr", "-i", "load", str(fresh)]
+        self._daemons.wait(
+            lambda: self.run("root", ask, check=False).returncode == 0, "the accounts"
+        )
+        if not file.exists():
             fresh.rename(file)
-        show = ["sacctmgr", "-n", "show", "cluster"]
-        self._daemons.wait(lambda: self.run("root", show, check=False).stdout, "slurmdbd")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -29,6 +29,7 @@ DROPPED = re.compile(
     r"|association|required_|qosreq|mcs|planned|hash|script|time_minimum|accrue|eligible"
     r"|job_size_str|pre_sus|resize|standard_input|stdin_exp|system_comment_|steps|kill_request"
     r"|block|topology|cores|sockets|real_memory|specialized|effective_cpus|external_sensors"
+    r"|job_resources|last_sched|billable|scheduled_nodes|preemptable_time|standard_|stdout|stderr"
     r"|tmp|comment_|next_state|group_name|show_flags|high|cpus_per_tres|memory_per_tres"
 )
 KEPT = frozenset({"admin_comment", "system_comment", "flags", "state_flags", "eligible_time"})
@@ -241,7 +242,6 @@ def record(cluster: Cluster, folder: Path) -> None:
     recorder.text("scontrol-show-config.txt", "scontrol", "show", "config")
     recorder.text("scontrol-show-jobs.txt", "scontrol", "show", "job", "-o")
     if slurm_version() >= (23, 2):
-        recorder.json("scontrol-show-jobs.json", "scontrol", "show", "job", "--json")
         # sinfo's own JSON groups nodes that are alike and does not tell which GPUs are used.
         recorder.json("scontrol-show-nodes.json", "scontrol", "show", "node", "--json")
     time.sleep(2)  # slurmctld tells slurmdbd in its own time

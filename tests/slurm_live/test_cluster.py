@@ -123,6 +123,18 @@ def test_stop_leaves_no_process_not_even_of_a_job_that_will_not_end(small: Clust
     assert not small.host_dir.exists()
 
 
+def test_a_cluster_that_is_started_again_knows_its_past() -> None:
+    made = Cluster.temporary(nodes=1)
+    with made:
+        job = made.sbatch("plxalice", script="true")
+        made.wait_job(job, "COMPLETED")
+    with made:
+        wait_for(lambda: made.state(job) == "COMPLETED", "slurmctld knows the job")
+        asked = ["sacct", "-X", "-n", "-P", "-j", job, "-o", "State,Account"]
+        assert made.run("plxalice", asked).stdout == "COMPLETED|research\n"
+    subprocess.run(["rm", "-r", made.folder], check=True, timeout=30)
+
+
 def test_what_a_killed_owner_left_is_ended_by_the_next_one() -> None:
     code = (
         "from tests.slurm_live.cluster import Cluster\n"
