@@ -3,12 +3,14 @@
 import asyncio
 import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from sqlalchemy.orm import Session
 
 from plexrl_slurm.core.errors import BadInput, SlurmRejected, SlurmUnavailable
 from plexrl_slurm.core.ids import JobId, SlurmId
 from plexrl_slurm.core.states import JobState
+from plexrl_slurm.daemons.job_views import RELEASED, RESTARTS, USER_HOLD
 from plexrl_slurm.daemons.service_base import Parts
 from plexrl_slurm.daemons.service_jobs import PartitionService
 from plexrl_slurm.daemons.service_submission import Wish
@@ -23,6 +25,8 @@ log = logging.getLogger(__name__)
 
 #: Between two questions about jobs that Slurm's usual answer does not have.
 ASK_AGAIN_US = 10_000_000
+#: Between two tries of a release that Slurm did not take.
+RELEASE_AGAIN_US = 5_000_000
 
 _ENDS: Mapping[SlurmState, JobState] = {
     SlurmState.COMPLETED: JobState.COMPLETED,
@@ -36,9 +40,27 @@ _WORDS: Mapping[str, str] = {
     "OUT_OF_MEMORY": "it used more memory than it had asked for",
     "PREEMPTED": "Slurm preempted it",
     "BOOT_FAIL": "its node did not boot",
+    "LAUNCH_FAILED": "Slurm could not launch it",
+    "RECONFIG_FAIL": "its node could not be set up",
     "DEADLINE": "it could not end before its deadline",
     "REVOKED": "another cluster ran it",
 }
+
+
+@dataclass(slots=True)
+class _Memory:
+    """What was done about one Slurm job."""
+
+    #: Answers that were asked for before do not show our last act.
+    acted_us: int = 0
+    #: When a release was tried last.
+    tried_us: int = 0
+    #: Since when Slurm's usual answer lacks it.
+    missing_us: int = 0
+    #: Last reason that was written in its row.
+    said: str = ""
+    #: Its story says that it runs before its turn.
+    early: bool = False
 
 
 class Controllers:
@@ -47,8 +69,9 @@ class Controllers:
     def __init__(self, parts: Parts, service: PartitionService) -> None:
         self._parts, self._service = parts, service
         self._asked_us = 0
-        #: Marked jobs whose mark cannot be read, or that cannot be adopted.
-        self._refused: set[SlurmId] = set()
+        self._memories: dict[SlurmId, _Memory] = {}
+        #: Marked jobs that are nothing for us, or not any more.
+        self._settled: set[SlurmId] = set()
 
     async def watch(self) -> None:
         """Take in what Slurm said last."""
@@ -58,13 +81,15 @@ class Controllers:
         live = {job.slurm_id: job for job in parts.state.jobs.values()}
         rows = await parts.store.run(_bound, parts.settings.partition)
         bound = {SlurmId(row.slurm_id): row for row in rows if row.slurm_id is not None}
+        for gone in self._memories.keys() - live.keys() - bound.keys():
+            del self._memories[gone]
         found = await self._statuses([*live, *bound])
         for slurm_id, status in found.items():
             if (known := live.get(slurm_id)) is not None:
                 await self._follow(known, status)
             else:
                 await self._follow_waiting(bound[slurm_id], slurm_id, status)
-        if parts.settings.slurm is not None and not parts.state.draining:
+        if parts.settings.slurm is not None:
             await self._adopt({*live, *bound})
 
     async def give_up(self, job: LiveJob, reason: str) -> None:
@@ -72,13 +97,58 @@ class Controllers:
         await self._service.cancel_in_slurm(job.slurm_id)
         await self._service.end_job(job.id, state=JobState.FAILED, reason=reason, exit_code=None)
 
+    async def release(self, job: LiveJob) -> None:
+        """Let an admitted job start; what Slurm does not take now is tried again later."""
+        memory, status = self._memory(job.slurm_id), self._parts.watch.jobs.get(job.slurm_id)
+        if job.user_held or job.released:
+            return  # its owner lets it go
+        memory.tried_us = self._service.now_us()
+        if status is None or status.state is not SlurmState.RUNNING:
+            try:
+                await asyncio.to_thread(self._parts.port.release, job.slurm_id)
+            except SlurmUnavailable as problem:
+                say(log, "slurm_does_not_answer", reason=problem)
+                return
+            except SlurmRejected as problem:
+                await self._not_released(job, problem)
+                return
+        memory.acted_us = self._service.now_us()
+        await self._released(job)
+
+    async def _released(self, job: LiveJob) -> None:
+        await self._parts.store.run(queue.set_option, job.id, RELEASED, "yes")
+        job.released = True
+
+    async def _not_released(self, job: LiveJob, problem: SlurmRejected) -> None:
+        say(log, "slurm_refused_to_release", slurm_id=job.slurm_id, reason=problem)
+        if self._parts.settings.slurm is None:
+            await self._service.end_job(
+                job.id, state=JobState.FAILED, reason=str(problem), exit_code=None
+            )
+        else:
+            await self._say(job.id, job.slurm_id, f"Slurm does not release it: {problem}")
+
+    def _memory(self, slurm_id: SlurmId) -> _Memory:
+        return self._memories.setdefault(slurm_id, _Memory())
+
+    def _is_news(self, slurm_id: SlurmId) -> bool:
+        """Whether Slurm's last answer knows of what was done last."""
+        return self._parts.watch.at_us > self._memory(slurm_id).acted_us
+
     async def _statuses(self, jobs: Iterable[SlurmId]) -> Mapping[SlurmId, JobStatus]:
-        """The last answer; what it lacks is asked for, but not often."""
-        known = self._parts.watch.jobs
-        found = {job: known[job] for job in jobs if job in known}
-        missing = [job for job in jobs if job not in known]
-        now = self._service.now_us()
-        if missing and now - self._asked_us > ASK_AGAIN_US and not self._parts.watch.trouble:
+        """The last answer; what newer ones lack is asked for, but not often."""
+        watch, now = self._parts.watch, self._service.now_us()
+        found: dict[SlurmId, JobStatus] = {}
+        missing: list[SlurmId] = []
+        for job in jobs:
+            memory = self._memory(job)
+            if (status := watch.jobs.get(job)) is not None:
+                found[job], memory.missing_us = status, 0
+            elif memory.missing_us == 0:
+                memory.missing_us = now  # it may be younger than the answer
+            elif watch.at_us > memory.missing_us:
+                missing.append(job)
+        if missing and now - self._asked_us > ASK_AGAIN_US and not watch.trouble:
             self._asked_us = now
             try:
                 found |= await asyncio.to_thread(self._parts.port.states, missing)
@@ -97,11 +167,13 @@ class Controllers:
             )
         elif status.state is SlurmState.RUNNING:
             if status.restarts > job.restarts and job.running:
-                self._requeued(job, status)
+                await self._requeued(job, status)
             job.restarts = max(job.restarts, status.restarts)
             await self._start(job)
-        elif status.state is SlurmState.PENDING and job.running and not job.ended:
-            self._requeued(job, status)
+        elif status.state is SlurmState.PENDING and not job.ended:
+            if job.running:
+                await self._requeued(job, status)
+            await self._pending(job, status)
 
     async def _start(self, job: LiveJob) -> None:
         if job.running or job.ended:
@@ -110,61 +182,105 @@ class Controllers:
             await self._parts.store.run(
                 queue.start, job.id, owner=str(self._parts.epoch), now_us=self._service.now_us()
             )
+        elif self._memory(job.slurm_id).said:
+            await self._say(job.id, job.slurm_id, "")
         job.running = job.started = True
 
-    def _requeued(self, job: LiveJob, status: JobStatus) -> None:
+    async def _pending(self, job: LiveJob, status: JobStatus) -> None:
+        """It has a place, and Slurm does not run it yet."""
+        if not self._is_news(job.slurm_id):
+            return
+        number = job.slurm_id
+        if job.user_held and not status.held:
+            job.user_held = False  # its owner has let it go
+            await self._released(job)
+        elif not job.released and not job.user_held:
+            if self._service.now_us() - self._memory(number).tried_us > RELEASE_AGAIN_US:
+                await self.release(job)
+            return
+        if not status.held:
+            waits = f" ({status.reason})" if status.reason else ""
+            await self._say(job.id, number, f"it has a place, and waits for a node of Slurm{waits}")
+        elif status.reason == "JobHeldAdmin":
+            await self._say(
+                job.id, number, "an administrator holds it in Slurm: ask for its release"
+            )
+        else:
+            await self._say(
+                job.id, number, f"its owner holds it in Slurm: scontrol release {number}"
+            )
+
+    async def _requeued(self, job: LiveJob, status: JobStatus) -> None:
         """Slurm runs the controller again: a new process, which comes with new sessions."""
-        job.running, job.restarts = False, max(job.restarts + 1, status.restarts)
+        since_us = self._parts.watch.at_us
+        if status.state is SlurmState.RUNNING and status.start_us is not None:
+            since_us = status.start_us
+        restarts = max(job.restarts + 1, status.restarts)
         say(log, "controller_requeued", job=job.id, slurm_id=job.slurm_id, reason=status.reason)
         for session in list(self._parts.state.sessions.values()):
-            if session.job == job.id:
+            if session.job == job.id and session.opened_us < since_us:
                 self._service.end_session(session, reason="Slurm requeued its controller")
-        text = "Slurm runs its controller again; load_state brings back what was saved"
-        self._parts.writer.add(_note, job.id, "requeued", text, self._service.now_us(), lazy=True)
+        await self._parts.store.run(_note_requeue, job.id, restarts, self._service.now_us())
+        job.running, job.restarts = False, restarts
 
     # -- jobs that are not admitted yet ------------------------------------------------------
     async def _follow_waiting(self, row: JobRow, slurm_id: SlurmId, status: JobStatus) -> None:
-        job_id = JobId(row.id)
+        job_id, memory = JobId(row.id), self._memory(slurm_id)
         if status.state in ENDED:
             cancelled = status.state is SlurmState.CANCELLED
-            reason = "its Slurm job ended before it was admitted: never release it yourself"
+            how = _reason(status) or "its script ended"
             await self._service.end_job(
                 job_id,
                 state=JobState.CANCELLED if cancelled else JobState.FAILED,
-                reason=_reason(status) if cancelled else reason,
+                reason=how if cancelled else f"its Slurm job ended before it was admitted: {how}",
                 exit_code=status.exit_code,
             )
         elif self._parts.settings.slurm is None:
             return
         elif status.state is SlurmState.PENDING and not status.held:
-            try:
-                await asyncio.to_thread(self._cluster().hold, slurm_id)
-            except (SlurmUnavailable, SlurmRejected) as problem:
-                say(log, "slurm_refused_to_hold", slurm_id=slurm_id, reason=problem)
-            else:
-                say(log, "held_again", slurm_id=slurm_id)
-                text = "it was released before its turn, and is held again"
-                await self._parts.store.run(_note, job_id, "held", text, self._service.now_us())
-        elif status.state is SlurmState.RUNNING and not row.reason.startswith("it runs already"):
-            text = "it runs already, because its owner released it: its calls wait for its turn"
-            await self._parts.store.run(queue.explain_wait, job_id, reason=text)
+            if self._is_news(slurm_id):
+                await self._hold_again(job_id, slurm_id)
+        elif status.state is SlurmState.RUNNING and not memory.early:
+            memory.early = True
+            text = "it runs already, before its turn: its calls wait"
+            await self._parts.store.run(_note, job_id, "early", text, self._service.now_us())
+
+    async def _hold_again(self, job_id: JobId, slurm_id: SlurmId) -> None:
+        """Its owner let it go before its turn. It is ours to release then, even if it was held
+        by its owner before."""
+        await self._parts.store.run(queue.set_option, job_id, USER_HOLD, None)
+        try:
+            await asyncio.to_thread(self._cluster().hold, slurm_id)
+        except (SlurmUnavailable, SlurmRejected) as problem:
+            say(log, "slurm_refused_to_hold", slurm_id=slurm_id, reason=problem)
+        else:
+            say(log, "held_again", slurm_id=slurm_id)
+            text = "it was released before its turn, and is held again"
+            await self._parts.store.run(_note, job_id, "held", text, self._service.now_us())
+        self._memory(slurm_id).acted_us = self._service.now_us()
+
+    async def _say(self, job_id: JobId, slurm_id: SlurmId, reason: str) -> None:
+        memory = self._memory(slurm_id)
+        if memory.said != reason:
+            await self._parts.store.run(queue.set_reason, job_id, reason=reason)
+            memory.said = reason
 
     async def _adopt(self, known: set[SlurmId]) -> None:
         """Jobs that ``job_submit.lua`` has marked for this partition."""
-        for slurm_id, status in self._parts.watch.jobs.items():
-            if not status.admin_comment or slurm_id in known or slurm_id in self._refused:
+        jobs = self._parts.watch.jobs
+        self._settled &= jobs.keys()
+        for slurm_id, status in jobs.items():
+            if not status.admin_comment or slurm_id in known or slurm_id in self._settled:
                 continue
-            if status.state not in (SlurmState.PENDING, SlurmState.RUNNING):
+            if status.state not in (SlurmState.PENDING, SlurmState.RUNNING) or status.uid is None:
                 continue
             try:
                 mark = read_mark(status.admin_comment)
             except BadInput as problem:
                 say(log, "mark_refused", slurm_id=slurm_id, reason=problem)
-                self._refused.add(slurm_id)
+                self._settled.add(slurm_id)
                 continue
             if mark is None or mark.partition != self._parts.settings.partition:
-                continue
-            if status.uid is None:
                 continue
             options = {} if mark.max_slowdown is None else {"max_slowdown": str(mark.max_slowdown)}
             wish = Wish(
@@ -178,9 +294,11 @@ class Controllers:
                 seed=mark.seed or 0,
                 options=options,
             )
-            await self._service.adopt(slurm_id, status, wish)
-            say(log, "adopted", slurm_id=slurm_id, user=status.user)
-            self._parts.wake_intake.set()
+            if await self._service.adopt(slurm_id, status, wish):
+                say(log, "adopted", slurm_id=slurm_id, user=status.user)
+                self._parts.wake_intake.set()
+            else:
+                self._settled.add(slurm_id)
 
     def _cluster(self) -> ClusterPort:
         return self._parts.port  # type: ignore[return-value]
@@ -193,6 +311,12 @@ def _bound(session: Session, partition: str) -> list[JobRow]:
 
 def _note(session: Session, job: JobId, kind: str, text: str, now_us: int) -> None:
     queue.note(session, job, at_us=now_us, kind=kind, text=text)
+
+
+def _note_requeue(session: Session, job: JobId, restarts: int, now_us: int) -> None:
+    queue.set_option(session, job, RESTARTS, str(restarts))
+    text = "Slurm runs its controller again; load_state brings back what was saved"
+    _note(session, job, "requeued", text, now_us)
 
 
 def _reason(status: JobStatus) -> str:

@@ -8,16 +8,14 @@ from plexrl_slurm.core.errors import (
     InvalidTransition,
     ModelTooLarge,
     PlexError,
-    SlurmRejected,
     UnknownModel,
 )
-from plexrl_slurm.core.ids import JobId, SlurmId
-from plexrl_slurm.core.states import JobState
+from plexrl_slurm.core.ids import JobId
 from plexrl_slurm.daemons.controllers import Controllers
+from plexrl_slurm.daemons.job_views import live_job
 from plexrl_slurm.daemons.recovery import LEASE_US
 from plexrl_slurm.daemons.service_base import Parts
 from plexrl_slurm.daemons.service_jobs import PartitionService
-from plexrl_slurm.daemons.service_submission import USER_HOLD
 from plexrl_slurm.daemons.state import LiveJob
 from plexrl_slurm.db import queue
 from plexrl_slurm.db.models import JobRow
@@ -46,10 +44,8 @@ class Intake:
 
     async def run(self) -> None:
         """Claim and watch for ever."""
-        for job in list(self._parts.state.jobs.values()):
-            if not job.running:  # the daemon before may have died just before it did so
-                await self._release(job)
         while True:
+            self._parts.wake_intake.clear()
             try:
                 if not self._parts.state.draining:
                     await self._claim()
@@ -58,7 +54,6 @@ class Intake:
                 if not problem.retryable:
                     raise
                 say(log, "intake_waits", reason=problem)
-            self._parts.wake_intake.clear()
             try:
                 async with asyncio.timeout(LOOK_S):
                     await self._parts.wake_intake.wait()
@@ -120,7 +115,7 @@ class Intake:
             if (known := parts.state.jobs.get(JobId(row.id))) is not None:
                 await self._admit(row, known)  # its lease had lapsed while it was ours
                 continue
-            job = _live(row)
+            job = live_job(row)
             try:
                 obstacles = parts.placer.admit(job, list(row.models))
             except (ModelTooLarge, UnknownModel) as problem:
@@ -154,29 +149,4 @@ class Intake:
         say(log, "job_admitted", job=job_id, slurm_id=job.slurm_id, homes=job.homes)
         homes = {str(pool): str(wpg) for pool, wpg in job.homes.items()}
         await parts.store.run(queue.set_homes, job_id, homes)
-        await self._release(job)
-
-    async def _release(self, job: LiveJob) -> None:
-        status = self._parts.watch.jobs.get(job.slurm_id)
-        if job.user_held and (status is None or status.reason != "JobHeldAdmin"):
-            return  # it is its owner who releases it
-        try:
-            await asyncio.to_thread(self._parts.port.release, job.slurm_id)
-        except SlurmRejected as problem:
-            await self._service.end_job(
-                job.id, state=JobState.FAILED, reason=str(problem), exit_code=None
-            )
-
-
-def _live(row: JobRow) -> LiveJob:
-    return LiveJob(
-        id=JobId(row.id),
-        uid=row.uid,
-        user=row.user,
-        name=row.name,
-        seed=row.seed,
-        priority=row.priority,
-        slurm_id=SlurmId(row.slurm_id or ""),
-        running=False,
-        user_held=row.options.get(USER_HOLD) == "user",
-    )
+        await self._controllers.release(job)

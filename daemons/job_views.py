@@ -4,11 +4,38 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from plexrl_slurm.core.ids import CallId, DeploymentId, JobId
+from plexrl_slurm.core.ids import CallId, DeploymentId, JobId, SlurmId
 from plexrl_slurm.core.messages import Call
 from plexrl_slurm.core.states import JobState
+from plexrl_slurm.daemons.state import LiveJob
 from plexrl_slurm.db import queue, views
-from plexrl_slurm.db.models import CallRow
+from plexrl_slurm.db.models import CallRow, JobRow
+
+#: In a row's options: ``user`` where the job's owner holds it in Slurm as well.
+USER_HOLD = "hold"
+#: Likewise: Slurm was told that the job may start.
+RELEASED = "released"
+#: Likewise: how often Slurm has requeued it, as far as was noticed.
+RESTARTS = "restarts"
+
+
+def live_job(row: JobRow) -> LiveJob:
+    """What is kept in memory of a claimed or running job."""
+    started = row.state is JobState.RUNNING
+    return LiveJob(
+        id=JobId(row.id),
+        uid=row.uid,
+        user=row.user,
+        name=row.name,
+        seed=row.seed,
+        priority=row.priority,
+        slurm_id=SlurmId(row.slurm_id or ""),
+        running=started,
+        started=started,
+        user_held=row.options.get(USER_HOLD) == "user",
+        released=RELEASED in row.options,
+        restarts=int(row.options.get(RESTARTS, 0)),
+    )
 
 
 def call_kinds(row: CallRow) -> Call:

@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from plexrl_slurm import wire
-from plexrl_slurm.core.ids import CallId, DeploymentId, JobId, SlurmId, WpgId
+from plexrl_slurm.core.ids import CallId, DeploymentId, JobId, WpgId
 from plexrl_slurm.core.messages import Call, FunctionKind, Pool
-from plexrl_slurm.core.states import JobState
+from plexrl_slurm.daemons.job_views import live_job
 from plexrl_slurm.daemons.service_base import Parts
 from plexrl_slurm.daemons.service_jobs import PartitionService
-from plexrl_slurm.daemons.service_submission import USER_HOLD
 from plexrl_slurm.daemons.service_training import training_deployment
 from plexrl_slurm.daemons.shell import Durable, Entry
 from plexrl_slurm.daemons.state import (
@@ -67,18 +66,7 @@ class Recovery:
             now_us=now,
         )
         for row in rows:
-            job = LiveJob(
-                id=JobId(row.id),
-                uid=row.uid,
-                user=row.user,
-                name=row.name,
-                seed=row.seed,
-                priority=row.priority,
-                slurm_id=SlurmId(row.slurm_id or ""),
-                running=row.state is JobState.RUNNING,
-                started=row.state is JobState.RUNNING,
-                user_held=row.options.get(USER_HOLD) == "user",
-            )
+            job = live_job(row)
             parts.state.jobs[job.id] = job
             parts.placer.restore(job, row.homes, row.models)
             if row.token_sha256 is not None:
@@ -111,6 +99,7 @@ class Recovery:
                 # Clients could not be heard while no daemon was there.
                 heartbeat_us=now,
                 finished=row.finished_us is not None,
+                opened_us=row.created_us,
             )
         # What a finished session had goes with it, though the daemon was killed in between.
         finished = {row.id for row in sessions if row.finished_us is not None}

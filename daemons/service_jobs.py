@@ -31,6 +31,8 @@ class PartitionService(SubmissionCalls):
     async def principal_of_token(self, token: str) -> Principal | None:
         job = self.state.jobs.get(self.state.tokens.get(hashed(token), JobId(-1)))
         if job is None:
+            job = await self.waiting_job(token)
+        if job is None:
             return None
         return Principal(uid=job.uid, user=job.user, job=job.id)
 
@@ -52,7 +54,7 @@ class PartitionService(SubmissionCalls):
             raise NotFound("running job", str(job.id))
         if row.id not in self.state.sessions:
             self.state.sessions[row.id] = LiveSession(
-                id=row.id, job=job.id, heartbeat_us=self.now_us()
+                id=row.id, job=job.id, heartbeat_us=self.now_us(), opened_us=row.created_us
             )
         return row.id
 
@@ -247,7 +249,7 @@ class PartitionService(SubmissionCalls):
             if entry.call.job == job_id and not entry.ended.is_set()
             if (sentence := self.why_call_waits(entry.call.id))
         ]
-        sentences = list(dict.fromkeys([*row.obstacles, *waiting])) or [_how(row)]
+        sentences = list(dict.fromkeys([*self.why_not_admitted(row), *waiting])) or [_how(row)]
         return {
             "job": views[0] if views else {},
             "sentences": sentences[:20],

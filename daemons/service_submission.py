@@ -11,15 +11,23 @@ from sqlalchemy.orm import Session
 from plexrl_slurm.api.service import JobSubmission, Principal
 from plexrl_slurm.core.errors import BadInput, NotAdmitted, NotFound, UnknownModel
 from plexrl_slurm.core.ids import JobId, SlurmId
-from plexrl_slurm.core.states import ENDED
+from plexrl_slurm.core.states import ENDED, JobState
+from plexrl_slurm.daemons.job_views import RELEASED, RESTARTS
 from plexrl_slurm.daemons.service_sampling import SamplingCalls
+from plexrl_slurm.daemons.state import LiveJob
 from plexrl_slurm.db import queue
 from plexrl_slurm.db.models import JobRow
+from plexrl_slurm.slurm.native import read_mark
 from plexrl_slurm.slurm.port import JobStatus
 from plexrl_slurm.transport.tokens import job_token, token_key
 
-#: In a row's options: the job's owner holds it in Slurm as well.
-USER_HOLD = "hold"
+#: How long a call of a job that has no place yet waits for one; then its SDK calls again.
+TURN_US = 20_000_000
+#: Between two looks.
+_LOOK_S = 0.5
+
+#: Options of a row that only the daemon writes.
+_OURS = frozenset({RELEASED, RESTARTS})
 
 
 def hashed(token: str) -> str:
@@ -71,7 +79,7 @@ class SubmissionCalls(SamplingCalls):
             models=job.models,
             priority=job.priority,
             seed=job.seed,
-            options=job.options,
+            options={name: said for name, said in job.options.items() if name not in _OURS},
         )
         job_id = await self.store.run(self._queue, wish, self.now_us())
         return self._answer(job_id)
@@ -120,9 +128,24 @@ class SubmissionCalls(SamplingCalls):
         found = await self._find(SlurmId(slurm_id))
         if not found or any(status.uid not in (None, row.uid) for status in found.values()):
             raise NotFound("Slurm job", slurm_id)
+        for each in found:
+            await self._check_free(each, job_id)
         await self.store.run(self._bind, row, found, self.now_us())
         self._parts.wake_intake.set()
         return {"job_id": job_id, "slurm_id": slurm_id, "tasks": len(found)}
+
+    async def _check_free(self, slurm_id: SlurmId, job_id: JobId) -> None:
+        """A Slurm job has one row: of two, only one would be followed."""
+        row = await self._row_of(slurm_id)
+        if row is not None and row.state not in ENDED and row.id != job_id:
+            raise BadInput(
+                f"Slurm job {slurm_id} is in the queue already, as job {row.id}: use that one"
+            )
+
+    async def _row_of(self, slurm_id: SlurmId) -> JobRow | None:
+        return await self.store.run(
+            queue.by_slurm_id, partition=self.settings.partition, slurm_id=slurm_id
+        )
 
     async def _find(self, slurm_id: SlurmId) -> Mapping[SlurmId, JobStatus]:
         """The job, or every task of the array."""
@@ -152,26 +175,76 @@ class SubmissionCalls(SamplingCalls):
                 name=status.name or row.name,
             )
 
-    async def adopt(self, slurm_id: SlurmId, status: JobStatus, wish: Wish) -> None:
-        """A job that was submitted with plain sbatch gets its row."""
+    async def adopt(self, slurm_id: SlurmId, status: JobStatus, wish: Wish) -> bool:
+        """A job that was submitted with plain sbatch gets its row; false if it has had one."""
 
-        def record(session: Session, now_us: int) -> None:
-            if queue.by_slurm_id(session, partition=self.settings.partition, slurm_id=slurm_id):
-                return
+        def record(session: Session, now_us: int) -> bool:
+            row = queue.by_slurm_id(session, partition=self.settings.partition, slurm_id=slurm_id)
+            # Slurm begins again with its numbers after some years.
+            if row is not None and (row.ended_us or now_us) >= (status.submit_us or 0):
+                return False
             job_id = self._queue(session, wish, now_us)
             queue.bind(session, job_id, slurm_id=slurm_id, now_us=now_us)
+            return True
 
-        await self.store.run(record, self.now_us())
+        return await self.store.run(record, self.now_us())
 
+    # -- before its turn ---------------------------------------------------------------------
     async def credentials(self, who: Principal, slurm_id: SlurmId) -> dict[str, Any]:
-        row = await self.store.run(
-            queue.by_slurm_id, partition=self.settings.partition, slurm_id=slurm_id
-        )
+        row = await self._row_of(slurm_id)
+        if row is None and await self._will_be_adopted(who, slurm_id):
+            raise NotAdmitted(slurm_id, "its partition has not taken it in yet")
         if row is None or row.uid != who.uid or row.state in ENDED:
             raise NotFound("job", slurm_id)
         if JobId(row.id) not in self.state.jobs:
-            raise NotAdmitted(slurm_id, "; ".join(row.obstacles) or row.reason)
+            raise self._not_admitted(row)
         return self._answer(JobId(row.id))
+
+    async def _will_be_adopted(self, who: Principal, slurm_id: SlurmId) -> bool:
+        """Whether it is a native submission of the caller's that intake has not seen yet."""
+        if self.settings.slurm is None:
+            return False
+        found = self._parts.watch.jobs
+        if slurm_id not in found:
+            found = await asyncio.to_thread(self.port.states, [slurm_id])
+        status = found.get(slurm_id)
+        if status is None or status.uid != who.uid:
+            return False
+        try:
+            mark = read_mark(status.admin_comment)
+        except BadInput:
+            return False
+        return mark is not None and mark.partition == self.settings.partition
+
+    async def waiting_job(self, token: str) -> LiveJob | None:
+        """The job of this key as soon as it has its place; ``None`` if no job waits with it.
+
+        Raises ``NotAdmitted`` when that takes too long: the SDK asks again then, for minutes.
+        """
+        sha256, until = hashed(token), self.now_us() + TURN_US
+        while True:
+            if (job := self.state.jobs.get(self.state.tokens.get(sha256, JobId(-1)))) is not None:
+                return job
+            row = await self.store.run(queue.by_token, sha256)
+            if row is None or row.state in ENDED or row.partition != self.settings.partition:
+                return None
+            if self.now_us() > until:
+                raise self._not_admitted(row)
+            await asyncio.sleep(_LOOK_S)
+
+    def _not_admitted(self, row: JobRow) -> NotAdmitted:
+        name = row.slurm_id or str(row.id)
+        return NotAdmitted(name, "; ".join(self.why_not_admitted(row)) or row.reason)
+
+    def why_not_admitted(self, row: JobRow) -> list[str]:
+        """Everything that is in the way of a job in the queue."""
+        if row.state != JobState.PENDING or not self.state.draining:
+            return list(row.obstacles)
+        drained = (
+            f"partition {self.settings.partition} is draining and admits no job: "
+            f"wait for `plexrl partition resume`"
+        )
+        return [drained, *row.obstacles]
 
     async def owned(self, who: Principal, job_id: JobId) -> JobRow:
         """The row of a job of the caller's; an admin may see all."""

@@ -32,6 +32,8 @@ class LiveJob:
     ended: bool = False
     #: Its owner holds it in Slurm: only the owner releases it.
     user_held: bool = False
+    #: Slurm was told that it may start; who holds it from then on means it.
+    released: bool = False
     #: How often Slurm has requeued its controller, as far as is known here.
     restarts: int = 0
     #: Why it cannot go on under the partition's present configuration.
@@ -46,6 +48,7 @@ class LiveSession:
     job: JobId
     heartbeat_us: int
     finished: bool = False
+    opened_us: int = 0
 
 
 @dataclass(slots=True, eq=False)

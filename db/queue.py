@@ -121,6 +121,12 @@ def set_homes(session: Session, job_id: JobId, homes: Mapping[str, str]) -> None
     _set(session, job_id, homes=dict(homes))
 
 
+def set_option(session: Session, job_id: JobId, name: str, value: str | None) -> None:
+    """Add to the row's options, or take away from them."""
+    options = {each: said for each, said in get(session, job_id).options.items() if each != name}
+    _set(session, job_id, options=options if value is None else {**options, name: value})
+
+
 def drop_unbound(session: Session, *, partition: str, before_us: int, now_us: int) -> list[JobId]:
     """End rows whose submitter went away before it could bind them. Called by the daemon's clock.
 
