@@ -132,7 +132,7 @@ class Cluster:
 
     def start(self) -> None:
         """Up, with every node responding; jobs of a start before it are still known."""
-        services.require(database=self.database)
+        services.require(self.folder, database=self.database)
         self._end_everything(patience=5)
         try:
             self._start()
@@ -287,7 +287,8 @@ class Cluster:
 
     def start_slurmctld(self) -> None:
         """Start it again and wait until it answers."""
-        self._spawn("slurmctld", ["slurmctld", "-D"])
+        # -i: newer ones refuse to go on without every state file, some of which are written late.
+        self._spawn("slurmctld", ["slurmctld", "-D", "-i"])
         self._daemons.wait(self._answers, "slurmctld")
 
     def kill_slurmd(self, name: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.slurm_live.processes import ClusterError
 
 #: Users of the cluster; the last one is the service's.
-USERS = ("plxalice", "plxbob", "plxsvc")
+USERS = ("plxalice", "plxbob", "plxcarol", "plxsvc")
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged")
 DATABASE_PROGRAMS = ("slurmdbd", "mariadbd", "mariadb-install-db")
 
@@ -25,13 +25,19 @@ Account - 'service':Description='service':Organization='plexrl'
 Parent - 'research'
 User - 'plxalice':DefaultAccount='research'
 User - 'plxbob':DefaultAccount='research'
+User - 'plxcarol':DefaultAccount='research'
 Parent - 'service'
 User - 'plxsvc':DefaultAccount='service':AdminLevel='Operator'
 """
 
 
-def require(*, database: bool) -> None:
+def require(folder: Path, *, database: bool) -> None:
     """Say what is missing before anything is started."""
+    for parent in folder.parents:
+        if parent.exists() and not parent.stat().st_mode & 0o001:
+            raise ClusterError(f"{folder}: other users may not enter {parent}; choose another one")
+    if len(str(folder)) > 70:
+        raise ClusterError(f"{folder}: too long for the sockets in it; choose a shorter one")
     if os.geteuid() != 0:
         raise ClusterError("a private Slurm cluster needs root: its jobs run as several users")
     wanted = PROGRAMS + (DATABASE_PROGRAMS if database else ())

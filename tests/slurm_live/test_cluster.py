@@ -185,6 +185,15 @@ def test_a_demo_cluster_is_started_and_stopped_by_different_processes() -> None:
     assert "no cluster was started" in cli("stop").stderr
 
 
+def test_a_folder_that_users_cannot_use_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        processes.ClusterError, match=f"other users may not enter {tmp_path.parent}"
+    ):
+        Cluster(tmp_path / "c", database=False).start()
+    with pytest.raises(processes.ClusterError, match="too long"):
+        Cluster(f"/tmp/{'x' * 70}", database=False).start()
+
+
 def test_a_daemon_that_cannot_start_is_named_with_its_last_words() -> None:
     broken = Cluster.temporary(nodes=1, database=False, extra=["NodeName=oops Nonsense=1"])
     with pytest.raises(processes.ClusterError, match=r"slurmctld ended: [\s\S]*Nonsense"):
