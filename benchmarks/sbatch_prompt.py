@@ -2,7 +2,8 @@
 
 Needs a partition on a real Slurm whose daemon runs:
 `python benchmarks/sbatch_prompt.py --config plexrl.toml [--runs 20]`. The three commands take
-turns, so that what else the machine does meets all of them. The jobs are cancelled in the end.
+turns, so that what else the machine does meets all of them. The jobs are held, so that none of
+them starts meanwhile, and cancelled in the end.
 """
 
 import argparse
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "python -c 'import click'": [sys.executable, "-c", "import click"],
             "plexrl sbatch": [
                 *(sys.executable, "-m", "plexrl_slurm.cli.main", "sbatch", "--parsable"),
-                *("--config", str(given.config), str(script)),
+                *("--hold", "--config", str(given.config), str(script)),
             ],
         }
         spent: dict[str, list[float]] = {name: [] for name in commands}

@@ -11,6 +11,7 @@ from plexrl_slurm.core.errors import SlurmRejected, SlurmUnavailable
 from plexrl_slurm.core.ids import SlurmId
 from plexrl_slurm.slurm import invoke, parse, parse_records
 from plexrl_slurm.slurm.port import BatchJob, JobStatus, NodeStatus, PastJob
+from plexrl_slurm.slurm.queued import FORMAT, queued_jobs
 
 _FINISHED = re.compile(r"already (has )?(finished|completing)|has already finished", re.IGNORECASE)
 _NO_ACCOUNTING = re.compile(
@@ -99,6 +100,17 @@ class CommandsSlurm:
     def start_now(self, job: SlurmId) -> None:
         """A requeued job waits two minutes otherwise."""
         self._control("update", f"JobId={_checked_id(job)}", "StartTime=now")
+
+    def queued(self, job: SlurmId) -> Mapping[SlurmId, JobStatus]:
+        """``squeue --jobs``: a JSON answer takes ten times as long."""
+        argv = ["squeue", "--noheader", "--array", "--all", "--states=all"]
+        try:
+            answer = self._ask(*argv, f"--Format={FORMAT}", f"--jobs={_checked_id(job)}")
+        except SlurmRejected as error:
+            if re.search(r"invalid job id", error.stderr, re.IGNORECASE):
+                return {}
+            raise
+        return queued_jobs(answer.out)
 
     def poll(self) -> Mapping[SlurmId, JobStatus]:
         """``squeue --json``: everything that slurmctld knows, in one question."""

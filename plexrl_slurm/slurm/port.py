@@ -166,6 +166,12 @@ class SlurmPort(Protocol):
 class ClusterPort(SlurmPort, Protocol):
     """What only a real Slurm has."""
 
+    def queued(self, job: SlurmId) -> Mapping[SlurmId, JobStatus]:
+        """A job that was submitted just now, or every task of the array; empty: there is none.
+
+        Quick, because a user waits for it; it says who, account, name and state, and no more.
+        """
+
     def hold(self, job: SlurmId) -> None:
         """Hold a pending job, as an operator: its owner cannot release it."""
 

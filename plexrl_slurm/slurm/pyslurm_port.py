@@ -48,6 +48,10 @@ class PyslurmSlurm:
         """``sbatch``."""
         return self._commands.submit(job, hold=hold)
 
+    def queued(self, job: SlurmId) -> Mapping[SlurmId, JobStatus]:
+        """``squeue``: it needs no child."""
+        return self._commands.queued(job)
+
     def release(self, job: SlurmId) -> None:
         """``Job.release``."""
         if not job.isdecimal():

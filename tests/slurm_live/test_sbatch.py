@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from plexrl_slurm.core.ids import SlurmId
+from plexrl_slurm.slurm.commands import CommandsSlurm
 from tests.cli.conftest import FakeDaemon
 from tests.slurm_live import processes, python
 from tests.slurm_live.cluster import Cluster, wait_for
@@ -300,6 +302,12 @@ def test_an_array_is_one_submission_without_anybodys_key(site: Site) -> None:
     array = site.submit("--array=1-2", "-o", "task-%a.txt", "count.sh", PATH=path)
     scontrol.unlink()
     assert site.daemon.body("POST /jobs/7/bind") == {"slurm_id": array}
+    port = CommandsSlurm(site.cluster.slurm_conf)
+    tasks = port.queued(SlurmId(array))
+    assert [(number, each.user, each.account, each.name) for number, each in tasks.items()] == [
+        (f"{array}_{index}", "plxalice", "research", "count.sh") for index in (1, 2)
+    ]
+    assert port.queued(SlurmId("99999")) == {}
     site.cluster.run("root", ["scontrol", "release", array])
     site.cluster.wait_job(array, "COMPLETED")
     assert (site.home / "task-2.txt").read_text() == "key= mine= args=\n"
