@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from sqlalchemy.orm import Session
 
@@ -18,7 +18,7 @@ from plexrl_slurm.daemons.state import LiveJob
 from plexrl_slurm.db import queue
 from plexrl_slurm.db.models import JobRow
 from plexrl_slurm.slurm.native import read_mark
-from plexrl_slurm.slurm.port import JobStatus
+from plexrl_slurm.slurm.port import ClusterPort, JobStatus
 from plexrl_slurm.transport.tokens import job_token, token_key
 
 #: How long a call of a job that has no place yet waits for one; then its SDK calls again.
@@ -149,13 +149,9 @@ class SubmissionCalls(SamplingCalls):
 
     async def _find(self, slurm_id: SlurmId) -> Mapping[SlurmId, JobStatus]:
         """The job, or every task of the array."""
-        found = await asyncio.to_thread(self.port.states, [slurm_id])
-        if slurm_id in found:
-            return {slurm_id: found[slurm_id]}
         if self.settings.slurm is None:
-            return {}
-        everything = await asyncio.to_thread(self.port.poll)
-        return {each: status for each, status in everything.items() if status.array_id == slurm_id}
+            return await asyncio.to_thread(self.port.states, [slurm_id])
+        return await asyncio.to_thread(cast(ClusterPort, self.port).queued, slurm_id)
 
     def _bind(
         self, session: Session, row: JobRow, found: Mapping[SlurmId, JobStatus], now_us: int

@@ -15,7 +15,7 @@ _WORDS: Final = frozenset(map(str, SlurmState))
 
 
 def queued_jobs(output: bytes) -> Mapping[SlurmId, JobStatus]:
-    """The job, or each task of the array."""
+    """The job, or each task of the array; nothing of a heterogeneous job."""
     found: dict[SlurmId, JobStatus] = {}
     for line in output.decode(errors="replace").splitlines():
         parts = [part.strip() for part in line.split("|", 5)]
@@ -23,6 +23,8 @@ def queued_jobs(output: bytes) -> Mapping[SlurmId, JobStatus]:
             raise SlurmUnavailable(f"squeue's answer cannot be read: {line[:80]!r}")
         number, uid, user, account, word, name = parts
         array, _, task = number.partition("_")
+        if not (array + task).isdecimal():  # 7+1: a component is no job of its own
+            continue
         found[SlurmId(number)] = JobStatus(
             state=SlurmState(word) if word in _WORDS else SlurmState.UNSURE,
             word=word,

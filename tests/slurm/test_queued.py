@@ -26,5 +26,6 @@ def test_an_array_is_its_tasks_and_a_name_may_have_bars() -> None:
 
 def test_nothing_is_nothing_and_garbage_is_no_answer() -> None:
     assert queued_jobs(b"") == {}
+    assert queued_jobs(b"7+0|0|root|root|PENDING|x|\n7+1|0|root|root|PENDING|x|\n") == {}
     with pytest.raises(SlurmUnavailable, match="cannot be read: 'hello'"):
         queued_jobs(b"hello\n")
