@@ -257,7 +257,10 @@ class HoldKeeper:
             hold.reason = status.reason
             if hold.running_us is not None:
                 self._requeued(hold, status)
-            if status.restarts and status.reason == "BeginTime" and not hold.cancelled:
+            # Asked too early, Slurm starts some components of a requeued job and not the others.
+            waits = [self._parts.watch.jobs.get(each, status) for each in status.components]
+            delayed = "BeginTime" in {each.reason for each in (status, *waits)}
+            if status.restarts and delayed and not hold.cancelled:
                 await self._slurm(lambda: self._cluster().start_now(hold.slurm_id))
         elif status.state in (SlurmState.RUNNING, SlurmState.COMPLETING):
             hold.limit_end_us = status.end_us if self._settings.backend == "slurm" else None
