@@ -30,7 +30,7 @@ from plexrl_slurm.daemons.host_tier import HostTier, tidy_siblings
 from plexrl_slurm.engines import ranklink
 from plexrl_slurm.logs import say
 from plexrl_slurm.transport import messages as tm
-from plexrl_slurm.transport.links import AgentLink
+from plexrl_slurm.transport.links import AgentLink, Inbox
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +70,7 @@ class Agent:
         self._private = Path(tempfile.mkdtemp(prefix="plexrl-agent-"))
         self._context = zmq.asyncio.Context()
         self._ranks = self._context.socket(zmq.ROUTER)
+        self._inbox = Inbox(self._ranks)
         self._ranks.setsockopt(zmq.LINGER, 0)
         self._ranks.setsockopt(zmq.SNDHWM, 0)
         self._ranks.setsockopt(zmq.RCVHWM, 0)
@@ -95,6 +96,7 @@ class Agent:
             task.cancel()
         await asyncio.gather(*(gang.stop() for gang in self._gangs.values()))
         self._link.close()
+        self._inbox.close()
         self._ranks.close()
         shutil.rmtree(self._private, ignore_errors=True)
         if self._clear_host:
@@ -433,7 +435,7 @@ class Agent:
 
     async def _hear_ranks(self) -> None:
         while True:
-            identity, data = await self._ranks.recv_multipart()
+            identity, data = await self._inbox.receive()
             name = identity.decode()
             if (gang := self._gangs.get(name.rsplit("/", 2)[0])) is not None:
                 gang.heard(name, ranklink.decode_report(data))

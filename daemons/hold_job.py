@@ -45,6 +45,8 @@ def submit_hold(
                 "hold": hold,
                 "partition": settings.partition,
                 "script": str(file),
+                # Not through srun: it may be lost with its node, and the agents live on.
+                "log": str(folder / hold),
             },
         )
     return port.submit(

@@ -1,7 +1,8 @@
 """Both ends of the daemon-agent link. Bytes and addresses; what they mean is the caller's."""
 
+import asyncio
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
 import zmq
 import zmq.asyncio
@@ -9,6 +10,38 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 
 from plexrl_slurm.transport import messages
 from plexrl_slurm.transport.keys import agent_keys, server_keys
+
+#: A link looks for messages so often even if nothing wakes it.
+LOOK_S: Final = 0.5
+
+
+class Inbox:
+    """Receives from a socket, one message after the other.
+
+    After a peer was killed, a socket that only receives may not be woken for the messages of the
+    others (its file descriptor signals changes, not states), so it is also looked at by the clock.
+    The wait itself is never cancelled: that could lose a message.
+    """
+
+    def __init__(self, socket: zmq.asyncio.Socket) -> None:
+        self._socket = socket
+        self._next: asyncio.Future[list[bytes]] | None = None
+
+    async def receive(self) -> list[bytes]:
+        """The next message's parts."""
+        if self._next is None:
+            self._next = asyncio.ensure_future(self._socket.recv_multipart())
+        while not self._next.done():
+            await asyncio.wait({self._next}, timeout=LOOK_S)
+            if not self._next.done():
+                self._socket.get(zmq.EVENTS)  # which has what is there handled
+        parts, self._next = self._next.result(), None
+        return parts
+
+    def close(self) -> None:
+        """Nobody receives any more."""
+        if self._next is not None:
+            self._next.cancel()
 
 
 class AgentServer:
@@ -18,6 +51,7 @@ class AgentServer:
         self._state_dir = state_dir
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
+        self._inbox = Inbox(self._socket)
         self._auth = AsyncioAuthenticator(self._context)
 
     def start(self, host: str) -> str:
@@ -45,7 +79,7 @@ class AgentServer:
 
     async def receive(self) -> tuple[bytes, messages.Report]:
         """``(agent's address, report)``."""
-        address, data = await self._socket.recv_multipart()
+        address, data = await self._inbox.receive()
         return address, messages.decode_report(data)
 
     async def send(self, address: bytes, command: messages.Command) -> None:
@@ -59,6 +93,7 @@ class AgentServer:
     def close(self) -> None:
         """Stop listening."""
         self._auth.stop()
+        self._inbox.close()
         self._socket.close()
         self._context.term()
 
@@ -80,6 +115,7 @@ class AgentLink:
     def __init__(self, state_dir: Path, *, agent: str, endpoint: str) -> None:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
+        self._inbox = Inbox(self._socket)
         keys = agent_keys(state_dir)
         self._socket.curve_secretkey = keys.secret
         self._socket.curve_publickey = keys.public
@@ -94,7 +130,8 @@ class AgentLink:
 
     async def receive(self) -> messages.Command:
         """The daemon's next command."""
-        return messages.decode_command(await self._socket.recv())
+        (data,) = await self._inbox.receive()
+        return messages.decode_command(data)
 
     async def send(self, report: messages.Report) -> None:
         """Queue a report."""
@@ -102,6 +139,7 @@ class AgentLink:
 
     def close(self) -> None:
         """Hang up."""
+        self._inbox.close()
         self._socket.close()
         self._context.term()
 

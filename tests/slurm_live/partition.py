@@ -38,8 +38,6 @@ poll_seconds = {poll}
 
 [hold]
 backend = "slurm"
-agent_timeout_seconds = 5
-durable_every = 2
 {hold}
 
 [[hold.component]]
@@ -111,7 +109,7 @@ class Partition:
                 conf=cluster.slurm_conf,
                 munge=cluster.munge_socket,
                 poll=poll_seconds,
-                hold=_lines(hold or {}),
+                hold=_lines({"agent_timeout_seconds": 5, "durable_every": 2} | dict(hold or {})),
                 partition=_lines(partition or {}),
                 slurm_partition=slurm_partition,
                 train_nodes=nodes[0],
