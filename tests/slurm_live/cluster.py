@@ -7,6 +7,7 @@ and keys of their own. Needs root and the packages that scripts/setup.sh install
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -83,7 +84,8 @@ class Cluster:
         self.job_submit_script = self.folder / "etc" / "job_submit.lua"
         self.munge_socket = self.folder / "munge" / "sock"
         #: Its ``<node>`` and ``*/<node>`` go with the node: give it to agents as host_dir.
-        self.host_dir = SHARED_MEMORY / f"plexrl-{self.folder.name}"
+        mark = hashlib.sha256(str(self.folder).encode()).hexdigest()[:8]
+        self.host_dir = SHARED_MEMORY / f"plexrl-{self.folder.name}-{mark}"
         #: Likewise, for nvme_dir.
         self.nvme_dir = self.folder / "nvme"
         self._daemons = Daemons(self.folder)
@@ -161,13 +163,16 @@ class Cluster:
             with contextlib.suppress(ClusterError):
                 if jobs := self.run("root", ["squeue", "-h", "-o", "%A"], seconds=5).stdout.split():
                     self.run("root", ["scancel", *jobs], seconds=5)
-                wait_for(lambda: not self._steps(), "end of the jobs", seconds=4)
+                wait_for(lambda: not self._steps(), "end of the jobs", seconds=3)
         self._end_everything(patience=10)
         shutil.rmtree(self.host_dir, ignore_errors=True)
 
     def _end_everything(self, *, patience: float) -> None:
         """First Slurm, then what it writes to, then whatever calls this cluster its own."""
         names, below = self._daemons.names(), {"munged", "mariadbd", "slurmdbd"}
+        for name in names:
+            if name.startswith("slurmd."):
+                self._daemons.kill(name)  # TERM would make it wait for steps, and for slurmctld
         self._daemons.end(names - below, patience=patience)
         self._daemons.end(names & below, patience=patience)
         while rest := self._steps() | processes.with_environment(self._mark):

@@ -112,11 +112,11 @@ def test_a_restart_of_any_daemon_keeps_jobs_and_their_processes(small: Cluster) 
 
 
 def test_stop_leaves_no_process_not_even_of_a_job_that_will_not_end(small: Cluster) -> None:
-    stubborn = "trap '' TERM; (trap '' TERM; setsid sleep 600) & while :; do sleep 1; done"
+    stubborn = "trap '' TERM; setsid sleep 600 & touch up; while :; do sleep 1; done"
     job = small.sbatch("plxbob", "-p", "gpu", script=stubborn)
     small.sbatch("plxbob", "--hold")
     small.wait_job(job, "RUNNING")
-    wait_for(lambda: len(small.run("root", ["scontrol", "listpids", job]).stdout) > 60, "processes")
+    wait_for((small.home("plxbob") / "up").exists, "its processes")
     assert len(of(small)) >= 7
     small.stop()
     assert of(small) == set()
