@@ -8,25 +8,17 @@ import asyncio
 import logging
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-
-from sqlalchemy import exists, select
-from sqlalchemy.orm import Session
+from typing import Any
 
 from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.errors import PlexError, SlurmRejected
 from plexrl_slurm.core.ids import JobId, SlurmId
-from plexrl_slurm.core.states import ENDED as JOB_ENDS
 from plexrl_slurm.daemons.service_base import Parts
-from plexrl_slurm.db import holds, queue, usage
-from plexrl_slurm.db.models import HoldRow, JobEventRow, JobRow
-from plexrl_slurm.db.upsert import table_of
+from plexrl_slurm.db import queue, usage
 from plexrl_slurm.logs import say
 from plexrl_slurm.slurm.port import ENDED, ClusterPort, PastJob
 
 log = logging.getLogger(__name__)
-
-JOBS, EVENTS = table_of(JobRow), table_of(JobEventRow)
 
 #: Between two questions about everything.
 PERIOD_US = 60_000_000
@@ -41,18 +33,6 @@ BATCH = 200
 SLACK_US = 3_600_000_000
 #: First word of what we write, and of the marks of ``job_submit.lua``.
 OURS = "plexrl:"
-#: Kind of the line in a job's story; it also says that the job is done here.
-NOTED = "accounted"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """A hold whose records are not complete."""
-
-    id: str
-    leader: int
-    submitted_us: int
-    ended_us: int | None
 
 
 class Usage:
@@ -114,7 +94,7 @@ class Usage:
 
     # -- holds -------------------------------------------------------------------------------
     async def _look_at_holds(self, now: int, *, all_of_them: bool) -> None:
-        found = await self._parts.store.run(_incomplete, self._parts.settings.partition)
+        found = await self._parts.store.run(usage.incomplete, self._parts.settings.partition)
         asked = [
             hold
             for hold in found
@@ -139,7 +119,11 @@ class Usage:
     async def _look_at_jobs(self, now: int) -> None:
         parts = self._parts
         found = await parts.store.run(
-            _unnoted, parts.settings.partition, epoch_us=parts.epoch, since_us=now - LONGEST_US
+            usage.untold,
+            parts.settings.partition,
+            epoch_us=parts.epoch,
+            since_us=now - LONGEST_US,
+            limit=BATCH,
         )
         if not found:
             return
@@ -183,7 +167,7 @@ class Usage:
 
 
 def whose(
-    asked: Sequence[Asked], records: Mapping[SlurmId, Iterable[PastJob]]
+    asked: Sequence[usage.Incomplete], records: Mapping[SlurmId, Iterable[PastJob]]
 ) -> dict[str, list[PastJob]]:
     """The records of each hold.
 
@@ -205,23 +189,7 @@ def whose(
     return found
 
 
-def _incomplete(session: Session, partition: str) -> list[Asked]:
-    """Live holds, and ended ones whose last record is missing."""
-    rows: list[HoldRow] = list(holds.live_holds(session, partition))
-    rows += [holds.get_hold(session, each) for each in usage.open_usage(session, partition)]
-    return [
-        Asked(
-            id=row.id,
-            leader=int(row.slurm_id),
-            submitted_us=row.started_us,
-            ended_us=row.ended_us,
-        )
-        for row in rows
-        if row.backend == "slurm" and row.slurm_id.isdecimal()
-    ]
-
-
-def _write(session: Session, found: Mapping[str, Iterable[PastJob]], now: int) -> None:
+def _write(session: Any, found: Mapping[str, Iterable[PastJob]], now: int) -> None:
     for hold, records in found.items():
         for record in records:
             usage.record_usage(
@@ -237,27 +205,5 @@ def _write(session: Session, found: Mapping[str, Iterable[PastJob]], now: int) -
             )
 
 
-def _unnoted(
-    session: Session, partition: str, *, epoch_us: int, since_us: int
-) -> dict[SlurmId, JobId]:
-    """Jobs that ran and whose bill is closed, and nothing has been said of it yet."""
-    ended = (JOBS.c.partition == partition, JOBS.c.state.in_(sorted(JOB_ENDS)))
-    # A daemon that was killed while it ended a job: nothing more will be booked on it.
-    cut = select(JOBS.c.id).where(*ended, JOBS.c.billed.is_(False), JOBS.c.ended_us < epoch_us)
-    for job in session.scalars(cut).all():
-        queue.close_bill(session, JobId(job))
-    noted = exists().where(EVENTS.c.job_id == JOBS.c.id, EVENTS.c.kind == NOTED)
-    asked = select(JOBS.c.slurm_id, JOBS.c.id).where(
-        *ended,
-        JOBS.c.billed.is_(True),
-        JOBS.c.slurm_id.is_not(None),
-        JOBS.c.started_us.is_not(None),
-        JOBS.c.ended_us >= since_us,
-        ~noted,
-    )
-    rows = session.execute(asked.order_by(JOBS.c.id.desc()).limit(BATCH))
-    return {SlurmId(slurm_id): JobId(job) for slurm_id, job in rows}
-
-
-def _add_note(session: Session, job: JobId, text: str, now: int) -> None:
-    queue.note(session, job, at_us=now, kind=NOTED, text=text)
+def _add_note(session: Any, job: JobId, text: str, now: int) -> None:
+    queue.note(session, job, at_us=now, kind=usage.TOLD, text=text)

@@ -1,18 +1,21 @@
 """What Slurm's own accounting says of holds, and what it is told of jobs."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
-from sqlalchemy import func, select, union, update
+from sqlalchemy import exists, func, select, union, update
 from sqlalchemy.orm import Session
 
-from plexrl_slurm.core.ids import JobId
+from plexrl_slurm.core.ids import JobId, SlurmId
 from plexrl_slurm.core.ledger import split
 from plexrl_slurm.core.messages import Activity
-from plexrl_slurm.db import ledger, queue
+from plexrl_slurm.core.states import ENDED
+from plexrl_slurm.db import holds, ledger, queue
 from plexrl_slurm.db.models import (
     DeploymentRow,
     HoldRow,
+    JobEventRow,
     JobRow,
     LedgerRow,
     SlurmUsageRow,
@@ -23,6 +26,9 @@ from plexrl_slurm.db.upsert import insert_once, table_of
 
 USAGE, JOBS, HOLDS = table_of(SlurmUsageRow), table_of(JobRow), table_of(HoldRow)
 LEDGER, WPGS = table_of(LedgerRow), table_of(WpgRow)
+EVENTS = table_of(JobEventRow)
+#: Kind of the line in a job's story that says what Slurm's records say of it.
+TOLD = "accounted"
 HOMES = union(
     select(DeploymentRow.job_id, DeploymentRow.wpg), select(SnapshotRow.job_id, SnapshotRow.wpg)
 ).subquery()
@@ -61,6 +67,58 @@ def record_usage(
             USAGE.c.recorded_us <= now_us,
         )
         session.execute(change.values(news))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incomplete:
+    """A hold of which Slurm's accounting has more to say."""
+
+    id: str
+    #: Number of its Slurm job.
+    leader: int
+    submitted_us: int
+    ended_us: int | None
+
+
+def incomplete(session: Session, partition: str) -> list[Incomplete]:
+    """Live holds, and ended ones as in :func:`open_usage`."""
+    rows = [row for row in holds.live_holds(session, partition) if row.backend == "slurm"]
+    rows += [holds.get_hold(session, hold_id) for hold_id in open_usage(session, partition)]
+    return [
+        Incomplete(
+            id=row.id,
+            leader=int(row.slurm_id),
+            submitted_us=row.started_us,
+            ended_us=row.ended_us,
+        )
+        for row in rows
+        if row.slurm_id.isdecimal()
+    ]
+
+
+def untold(
+    session: Session, partition: str, *, epoch_us: int, since_us: int, limit: int
+) -> dict[SlurmId, JobId]:
+    """Jobs that ran and ended after ``since_us``, and whose story has no line :data:`TOLD` yet.
+
+    A daemon that was killed while it ended a job may have left its bill open; after ``epoch_us``,
+    when this one started, nothing more is booked on it, so it is closed here.
+    """
+    ended = (JOBS.c.partition == partition, JOBS.c.state.in_(sorted(ENDED)))
+    cut = select(JOBS.c.id).where(*ended, JOBS.c.billed.is_(False), JOBS.c.ended_us < epoch_us)
+    for job in session.scalars(cut).all():
+        queue.close_bill(session, JobId(job))
+    told = exists().where(EVENTS.c.job_id == JOBS.c.id, EVENTS.c.kind == TOLD)
+    asked = select(JOBS.c.slurm_id, JOBS.c.id).where(
+        *ended,
+        JOBS.c.billed.is_(True),
+        JOBS.c.slurm_id.is_not(None),
+        JOBS.c.started_us.is_not(None),
+        JOBS.c.ended_us >= since_us,
+        ~told,
+    )
+    rows = session.execute(asked.order_by(JOBS.c.id.desc()).limit(limit))
+    return {SlurmId(slurm_id): JobId(job) for slurm_id, job in rows}
 
 
 def open_usage(session: Session, partition: str) -> list[str]:

@@ -76,13 +76,13 @@ def install(app: App, prefix: Path, dry_run: bool) -> None:
         again = f"edit it, then run this again: plexrl admin install --config {path}"
         _report(app, steps, (), (), [again], dry_run=dry_run)
         return
-    partitions = _partitions(existing)
+    partitions = partitions_beside(existing)
     settings = partitions[0]
     assert settings.slurm is not None
     user = settings.slurm.service_user or pwd.getpwuid(os.getuid()).pw_name
     notes: list[str] = []
-    trusted = _numbers(partitions, notes)
-    conf = _conf(settings)
+    trusted = trusted_numbers(partitions, notes)
+    conf = conf_of(settings)
     programs = Path(sys.executable).parent
     wanted = site_files(
         partitions,
@@ -139,7 +139,7 @@ def _settings_path(app: App) -> Path:
     return found[0].absolute() if found else Path("/etc/plexrl") / f"{name}.toml"
 
 
-def _partitions(path: Path) -> list["Settings"]:
+def partitions_beside(path: Path) -> list["Settings"]:
     """The settings in ``path``, and of every other partition of the same cluster beside it."""
     from plexrl_slurm.settings import read
     from plexrl_slurm.tomlcheck import load
@@ -168,7 +168,7 @@ def _partitions(path: Path) -> list["Settings"]:
     return found
 
 
-def _numbers(partitions: Sequence["Settings"], notes: list[str]) -> list[int]:
+def trusted_numbers(partitions: Sequence["Settings"], notes: list[str]) -> list[int]:
     """Uids of the service users."""
     found = []
     for name in sorted({each.slurm.service_user for each in partitions if each.slurm}):
@@ -182,7 +182,8 @@ def _numbers(partitions: Sequence["Settings"], notes: list[str]) -> list[int]:
     return found
 
 
-def _conf(settings: "Settings") -> Path:
+def conf_of(settings: "Settings") -> Path:
+    """The cluster's slurm.conf."""
     assert settings.slurm is not None
     return settings.slurm.conf or Path(os.environ.get("SLURM_CONF", DEFAULT_CONF))
 

@@ -26,6 +26,7 @@ _WHERE: Final[Mapping[str, str]] = {
     "trace": "plexrl_slurm.cli.trace:trace",
     "partition": "plexrl_slurm.cli.partition:partition",
     "admin": "plexrl_slurm.cli.admin:admin",
+    "doctor": "plexrl_slurm.cli.doctor:doctor",
     "demo": "plexrl_slurm.cli.demo:demo",
 }
 

@@ -1,10 +1,12 @@
 """``plexrl partition``: start, stop, check and drain a partition's daemon."""
 
+from pathlib import Path
+
 import click
 
 from plexrl_slurm.cli import daemon, show
 from plexrl_slurm.cli.app import App, note, shared, waiting
-from plexrl_slurm.core.errors import BadConfig
+from plexrl_slurm.core.errors import BadConfig, SlurmRejected, SlurmUnavailable
 from plexrl_slurm.settings import Settings, check
 
 
@@ -95,8 +97,32 @@ def check_command(app: App) -> int:
         app.answer(facts, "")
         return BadConfig.exit_code
     settings = findings.settings
+    if never := _infeasible(path, settings):
+        facts["problems"] = list(never)
+        if not app.json:
+            raise BadConfig(str(path), never)
+        app.answer(facts, "")
+        return BadConfig.exit_code
     app.answer(facts, lambda: _summary(settings))
     return 0
+
+
+def _infeasible(path: Path, settings: Settings) -> tuple[str, ...]:
+    """What Slurm, where it answers, could never start."""
+    if settings.slurm is None:
+        return ()
+    from plexrl_slurm.cli.doctor_facts import Facts
+    from plexrl_slurm.slurm.feasible import examine
+
+    seen = Facts(path)
+    try:
+        found = examine(settings.hold, seen.partitions, seen.nodes, seen.asker)
+    except (SlurmRejected, SlurmUnavailable) as error:
+        note(f"warning: {path}: not compared with Slurm: {error}")
+        return ()
+    for sentence in found.not_now:
+        note(f"warning: {path}: {sentence}")
+    return found.never
 
 
 @partition.command()
