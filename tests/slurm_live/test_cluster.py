@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,7 +26,7 @@ def small() -> Iterator[Cluster]:
     made = Cluster.temporary(nodes=2, gpus=2, database=False)
     with made:
         yield made
-    subprocess.run(["rm", "-r", made.folder], check=True, timeout=30)
+    shutil.rmtree(made.folder)
 
 
 def of(cluster: Cluster) -> set[processes.Process]:
@@ -132,7 +133,7 @@ def test_a_cluster_that_is_started_again_knows_its_past() -> None:
         wait_for(lambda: made.state(job) == "COMPLETED", "slurmctld knows the job")
         asked = ["sacct", "-X", "-n", "-P", "-j", job, "-o", "State,Account"]
         assert made.run("plxalice", asked).stdout == "COMPLETED|research\n"
-    subprocess.run(["rm", "-r", made.folder], check=True, timeout=30)
+    shutil.rmtree(made.folder)
 
 
 def test_what_a_killed_owner_left_is_ended_by_the_next_one() -> None:
@@ -156,7 +157,7 @@ def test_what_a_killed_owner_left_is_ended_by_the_next_one() -> None:
         left = Cluster(owner.stdout.readline().strip(), nodes=1, database=False)
         os.kill(owner.pid, signal.SIGKILL)
     assert len(of(left)) >= 3
-    Cluster.temporary(nodes=1, database=False).folder.joinpath("owner.json").unlink()
+    shutil.rmtree(Cluster.temporary(nodes=1, database=False).folder)
     assert of(left) == set()
     assert not left.folder.exists()
 
@@ -181,7 +182,7 @@ def test_a_demo_cluster_is_started_and_stopped_by_different_processes() -> None:
         assert cli("stop").returncode == 0
     assert of(made) == set()
     assert json.loads((made.folder / "cluster.json").read_text())["nodes"] == 1
-    subprocess.run(["rm", "-r", made.folder], check=True, timeout=30)
+    shutil.rmtree(made.folder)
     assert "no cluster was started" in cli("stop").stderr
 
 
@@ -199,4 +200,4 @@ def test_a_daemon_that_cannot_start_is_named_with_its_last_words() -> None:
     with pytest.raises(processes.ClusterError, match=r"slurmctld ended: [\s\S]*Nonsense"):
         broken.start()
     assert of(broken) == set()
-    subprocess.run(["rm", "-r", broken.folder], check=True, timeout=30)
+    shutil.rmtree(broken.folder)
