@@ -29,6 +29,8 @@ class LiveHold:
     submitted_us: int
     replaces: str = ""
     running_us: int | None = None
+    #: Up to when it is booked, if Slurm has requeued it: Slurm cuts its instants to seconds.
+    closed_us: int = 0
     limit_end_us: int | None = None
     draining: bool = False
     #: Since when it is being given back.

@@ -301,7 +301,7 @@ class HoldKeeper:
         layout = lay_out(
             self._wpgs.slots, [room for room in rooms if room], taken=self._parts.placer.wpgs
         )
-        began_us = status.start_us or now_us()
+        began_us = max(status.start_us or now_us(), hold.closed_us)
         hold.running_us, hold.places, hold.reason = began_us, places, ""
         hold.batch_node = status.batch_node or LOCALHOST
         hold.lost_nodes, hold.came_up, hold.extend_refused = 0, False, False
@@ -341,6 +341,7 @@ class HoldKeeper:
         reason = f"Slurm put hold {hold.id} back into its queue"
         say(log, "hold_requeued", hold=hold.id, reason=status.reason)
         self._wpgs.drop_all(hold, now_us(), reason)
+        hold.closed_us = now_us()
         hold.running_us, hold.limit_end_us, hold.draining = None, None, False
         self._hub.await_hold(hold.id)
         self._parts.writer.add(hold_writes.requeue, hold.id, status.reason, now_us())
