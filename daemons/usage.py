@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from plexrl_slurm.clock import now_us
-from plexrl_slurm.core.errors import PlexError, SlurmRejected
+from plexrl_slurm.core.errors import Denied, PlexError, SlurmRejected
 from plexrl_slurm.core.ids import JobId, SlurmId
 from plexrl_slurm.daemons.service_base import Parts
 from plexrl_slurm.db import queue, usage
@@ -128,12 +128,22 @@ class Usage:
         if not found:
             return
         records = await asyncio.to_thread(self._cluster().past, list(found))
+        refusals: list[SlurmRejected] = []
         for slurm_id, job in found.items():
             record = records.get(slurm_id, ())[-1:]
             # slurmctld sends its own AdminComment with the job's end, and would replace ours.
             if not record or record[0].state not in ENDED or record[0].end_us is None:
                 continue
-            await self._tell(job, record[0], now)
+            try:
+                await self._tell(job, record[0], now)
+            except SlurmRejected as problem:
+                refusals.append(problem)
+        if refusals:
+            raise Denied(
+                f"Slurm does not let this user write AdminComment, so that sacct does not show "
+                f"what {len(refusals)} job(s) used: `sacctmgr modify user NAME set "
+                f"adminlevel=operator` ({refusals[0]})"
+            )
 
     async def _tell(self, job: JobId, record: PastJob, now: int) -> None:
         """Write the summary, or see that it is there."""
@@ -150,14 +160,7 @@ class Usage:
             text = f"AdminComment says {there!r} though Slurm took {summary!r}"
             await self._note(job, text, now)
             return
-        try:
-            await asyncio.to_thread(self._cluster().annotate, record.id, summary)
-        except SlurmRejected as problem:
-            self._troubled(
-                f"Slurm does not let this user write AdminComment, so that sacct does not show "
-                f"what jobs used: `sacctmgr modify user NAME set adminlevel=operator` ({problem})"
-            )
-            return
+        await asyncio.to_thread(self._cluster().annotate, record.id, summary)
         say(log, "usage_told", job=job, slurm_id=record.id, text=summary)
         self._told[record.id] = summary
         self._eager_us = now + EAGER_US

@@ -1,6 +1,6 @@
 """Check of ``plexrl doctor``: what the daemon says of itself."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 
 from plexrl_slurm.cli import show
@@ -78,6 +78,6 @@ def _ours() -> str:
         return ""
 
 
-CHECKS: Iterable[Check] = (
+CHECKS: Sequence[Check] = (
     Check(name="daemon", look=daemon, hangs="look at its log and, if it is stuck, restart it"),
 )

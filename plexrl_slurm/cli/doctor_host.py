@@ -6,7 +6,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Final
@@ -380,7 +380,7 @@ def _is_network(kind: str) -> bool:
 
 
 _DISK = "see whether the file system answers (a dead NFS server? `df` hangs then too)"
-CHECKS: Iterable[Check] = (
+CHECKS: Sequence[Check] = (
     Check(name="settings", look=settings, hangs=_DISK),
     Check(name="python", look=python, hangs=_DISK),
     Check(name="versions", look=versions, hangs=_DISK),

@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from plexrl_slurm.cli.doctor import FAIL, OK, WARN, Check, Said, shown_path
@@ -296,7 +296,7 @@ def reachable(facts: Facts) -> Iterator[Said]:
 
 
 _SLURM = "see whether slurmctld and slurmdbd answer (scontrol ping, sacctmgr show cluster)"
-CHECKS: Iterable[Check] = (
+CHECKS: Sequence[Check] = (
     Check(name="slurmctld", look=slurmctld, hangs=_SLURM, slurm=True, gate=True),
     Check(name="accounts", look=admin_level, hangs=_SLURM, slurm=True),
     Check(name="holds", look=holds, hangs=_SLURM, slurm=True),
