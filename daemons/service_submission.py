@@ -234,7 +234,9 @@ class SubmissionCalls(SamplingCalls):
 
     def why_not_admitted(self, row: JobRow) -> list[str]:
         """Everything that is in the way of a job in the queue."""
-        if row.state != JobState.PENDING or not self.state.draining:
+        if row.state != JobState.PENDING:
+            return []
+        if not self.state.draining:
             return list(row.obstacles)
         drained = (
             f"partition {self.settings.partition} is draining and admits no job: "
