@@ -34,6 +34,12 @@ def settings(facts: Facts) -> Iterator[Said]:
     for warning in found.warnings:
         if not warning.startswith(("partition.host_dir", "partition.host_bytes")):
             yield WARN, f"{facts.path}: {warning}"
+    if facts.settings is None and os.geteuid() != 0:
+        yield (
+            WARN,
+            "what you may not write was taken for a mistake: run this as root or as the service "
+            "user",
+        )
     if facts.settings is not None:
         backend = facts.settings.backend
         yield OK, f"{facts.path} has no mistakes (partition {facts.settings.partition}, {backend})"
