@@ -31,6 +31,8 @@ class LiveHold:
     running_us: int | None = None
     #: Up to when it is booked, if Slurm has requeued it: Slurm cuts its instants to seconds.
     closed_us: int = 0
+    #: How often Slurm has requeued it.
+    restarts: int = 0
     limit_end_us: int | None = None
     draining: bool = False
     #: Since when it is being given back.

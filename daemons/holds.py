@@ -255,18 +255,23 @@ class HoldKeeper:
             self._ended(hold, status.end_us or now_us(), f"Slurm says {word}")
         elif status.state is SlurmState.PENDING:
             hold.reason = status.reason
+            if status.restarts > hold.restarts:
+                say(log, "hold_requeued", hold=hold.id, reason=status.reason)
+                hold.restarts = status.restarts
             if hold.running_us is not None:
-                self._requeued(hold, status)
+                self._left(hold, now_us(), f"Slurm put hold {hold.id} back into its queue")
             # Asked too early, Slurm starts some components of a requeued job and not the others.
-            waits = [self._parts.watch.jobs.get(each, status) for each in status.components]
-            delayed = "BeginTime" in {each.reason for each in (status, *waits)}
-            if status.restarts and delayed and not hold.cancelled:
+            waits = [status, *(self._parts.watch.jobs.get(c, status) for c in status.components)]
+            if "BeginTime" in {c.reason for c in waits} and status.restarts and not hold.cancelled:
                 await self._slurm(lambda: self._cluster().start_now(hold.slurm_id))
-        elif status.state in (SlurmState.RUNNING, SlurmState.COMPLETING):
+        elif status.state is SlurmState.COMPLETING:
+            if hold.running_us is not None:
+                self._left(hold, status.end_us or now_us(), f"Slurm ends hold {hold.id}")
+        elif status.state is SlurmState.RUNNING:
             hold.limit_end_us = status.end_us if self._settings.backend == "slurm" else None
-            if hold.running_us is None and status.state is SlurmState.RUNNING:
+            if hold.running_us is None:
                 self._started(hold, status)
-            elif hold.running_us is not None:
+            else:
                 self._compare_nodes(hold, status)
         if hold.releasing_us is not None and now_us() - hold.releasing_us > RELEASE_US:
             await self._cancel(hold)
@@ -337,14 +342,15 @@ class HoldKeeper:
             if (hold := self.live.get(place.hold)) is not None:
                 self._wpgs.lose_place(hold, place, f"the agent on node {place.node} is silent")
 
-    def _requeued(self, hold: LiveHold, status: JobStatus) -> None:
-        reason = f"Slurm put hold {hold.id} back into its queue"
-        say(log, "hold_requeued", hold=hold.id, reason=status.reason)
-        self._wpgs.drop_all(hold, now_us(), reason)
+    def _left(self, hold: LiveHold, at_us: int, reason: str) -> None:
+        """Slurm counts it no more, however long its processes take to end; it may be requeued."""
+        say(log, "hold_left_its_nodes", hold=hold.id, reason=reason)
+        self._wpgs.drop_all(hold, min(at_us, now_us()), reason)
         hold.closed_us = now_us()
         hold.running_us, hold.limit_end_us, hold.draining = None, None, False
+        hold.reason = reason
         self._hub.await_hold(hold.id)
-        self._parts.writer.add(hold_writes.requeue, hold.id, status.reason, now_us())
+        self._parts.writer.add(hold_writes.requeue, hold.id, reason, now_us())
         self._mover.resettle(reason)
 
     def _ended(self, hold: LiveHold, at_us: int, reason: str) -> None:

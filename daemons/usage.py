@@ -24,7 +24,9 @@ log = logging.getLogger(__name__)
 PERIOD_US = 60_000_000
 #: Between two questions about what has just ended, and for how long they are asked.
 SOON_US = 2_000_000
-EAGER_US = 60_000_000
+EAGER_US = 30_000_000
+#: Accounting has heard of all components of a hold so long after its end.
+RECENT_US = 180_000_000
 #: What accounting has not said after so long it will never say.
 LONGEST_US = 7 * 86_400_000_000
 #: Most jobs in one look.
@@ -94,7 +96,9 @@ class Usage:
 
     # -- holds -------------------------------------------------------------------------------
     async def _look_at_holds(self, now: int, *, all_of_them: bool) -> None:
-        found = await self._parts.store.run(usage.incomplete, self._parts.settings.partition)
+        found = await self._parts.store.run(
+            usage.incomplete, self._parts.settings.partition, since_us=now - RECENT_US
+        )
         asked = [
             hold
             for hold in found
@@ -112,7 +116,8 @@ class Usage:
         await self._parts.store.run(_write, by_hold, asked_us)
         for hold in asked:
             mine = by_hold.get(hold.id, [])
-            if hold.ended_us is not None and mine and all(r.end_us is not None for r in mine):
+            old = hold.ended_us is not None and now - hold.ended_us > RECENT_US
+            if old and mine and all(record.end_us is not None for record in mine):
                 self._settled.add(hold.id)
 
     # -- jobs --------------------------------------------------------------------------------

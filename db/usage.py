@@ -80,10 +80,18 @@ class Incomplete:
     ended_us: int | None
 
 
-def incomplete(session: Session, partition: str) -> list[Incomplete]:
-    """Live holds, and ended ones as in :func:`open_usage`."""
+def incomplete(session: Session, partition: str, *, since_us: int) -> list[Incomplete]:
+    """Live holds, those that ended after ``since_us``, and as in :func:`open_usage`.
+
+    Accounting hears of the components one by one: what it has of a hold that has just ended may
+    look complete.
+    """
     rows = [row for row in holds.live_holds(session, partition) if row.backend == "slurm"]
-    rows += [holds.get_hold(session, hold_id) for hold_id in open_usage(session, partition)]
+    recent = select(HOLDS.c.id).where(
+        HOLDS.c.partition == partition, HOLDS.c.backend == "slurm", HOLDS.c.ended_us >= since_us
+    )
+    ended = [*session.scalars(recent), *open_usage(session, partition)]
+    rows += [holds.get_hold(session, hold_id) for hold_id in dict.fromkeys(ended)]
     return [
         Incomplete(
             id=row.id,

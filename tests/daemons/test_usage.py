@@ -183,7 +183,7 @@ def test_an_older_job_with_the_same_number_is_not_the_holds() -> None:
     assert [r.start_us for r in whose(asked, records)["h1"]] == [T0 + SECOND]
 
 
-def test_a_live_hold_is_asked_for_each_minute_and_an_ended_one_until_its_last_word(
+def test_a_live_hold_is_asked_for_each_minute_and_an_ended_one_until_all_its_last_words(
     bench: Bench,
 ) -> None:
     bench.add_hold("h1", "7")
@@ -196,10 +196,14 @@ def test_a_live_hold_is_asked_for_each_minute_and_an_ended_one_until_its_last_wo
     bench.write(lambda s: holds.end_hold(s, "h1", now_us=bench.now))
     bench.look(after=5)
     bench.sacct.put(record("7", 0, 1_000))
+    del bench.sacct.records[SlurmId("8")]
+    bench.look(after=5)
     bench.sacct.put(record("8", 0, 1_001))
     bench.look(after=5)
-    bench.look()
-    assert bench.sacct.asked == [["7"]] * 3
+    assert bench.sacct.asked == [["7"]] * 4
+    bench.look(after=300)
+    bench.look(after=300)
+    assert bench.sacct.asked == [["7"]] * 4
     assert bench.query(ROWS) == [
         ("h1", "7", T0, T0 + 1_000 * SECOND, 2),
         ("h1", "8", T0, T0 + 1_001 * SECOND, 2),
