@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from plexrl_slurm import __version__
 from plexrl_slurm.api.service import Outcome, Pending, Principal
 from plexrl_slurm.core.errors import BadInput, Denied, NotFound, SlurmRejected
 from plexrl_slurm.core.ids import CallId, JobId, SlurmId, WpgId
@@ -270,6 +271,7 @@ class PartitionService(SubmissionCalls):
         return {
             "partition": self.settings.partition,
             "epoch": self._parts.epoch,
+            "version": __version__,
             "draining": self.state.draining,
             "holds": keeper.views() if keeper is not None else [],
             "excluded_nodes": keeper.excluded() if keeper is not None else [],

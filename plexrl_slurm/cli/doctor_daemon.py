@@ -1,8 +1,8 @@
 """Check of ``plexrl doctor``: what the daemon says of itself."""
 
 from collections.abc import Iterator, Sequence
-from importlib import metadata
 
+from plexrl_slurm import __version__
 from plexrl_slurm.cli import show
 from plexrl_slurm.cli.doctor import FAIL, OK, WARN, Check, Said
 from plexrl_slurm.cli.doctor_facts import Facts
@@ -22,13 +22,13 @@ def daemon(facts: Facts) -> Iterator[Said]:
         yield FAIL, str(found)
         return
     version = found.get("version", "")
-    if version and version != _ours():
+    if version and version != __version__:
         yield (
             WARN,
-            f"the daemon is plexrl-slurm {version} and this is {_ours()}: restart the daemon "
+            f"the daemon is plexrl-slurm {version} and this is {__version__}: restart the daemon "
             f"(jobs go on meanwhile)",
         )
-    yield OK, f"the daemon of partition {name} answers{' and drains' if found['draining'] else ''}"
+    yield OK, f"the daemon of partition {name} answers{', and drains' if found['draining'] else ''}"
     for sentence in found["trouble"]:
         yield FAIL, f"the daemon says: {sentence}"
     if not found["holds"]:
@@ -69,13 +69,6 @@ def _hold(hold: dict[str, object]) -> Iterator[Said]:
         yield WARN, f"{where} is {state}{f': {reason}' if reason else ''}"
     if hold.get("lost_nodes"):
         yield WARN, f"{where} has lost {hold['lost_nodes']} node(s): see sinfo -R"
-
-
-def _ours() -> str:
-    try:
-        return metadata.version("plexrl-slurm")
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 CHECKS: Sequence[Check] = (
