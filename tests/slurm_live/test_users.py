@@ -138,6 +138,23 @@ class Site(Partition):
         with self.client() as client:
             return "; ".join(client.explain(self.job(job)["job_id"])["sentences"])
 
+    def wait_row(self, job: str) -> None:
+        """Until it is adopted."""
+        asked = f"select 1 from jobs where slurm_id = '{job}'"
+        wait_for(lambda: self.query(asked), f"the row of {job}")
+
+    def wait_why(self, job: str, words: str) -> None:
+        """Until ``plexrl explain`` says so."""
+        wait_for(lambda: words in self.why(job), lambda: f"{words} in {self.why(job)}")
+
+    def wait_story(self, job: str, kind: str) -> None:
+        """Until its story has such a line."""
+        wait_for(lambda: kind in self.story(job), lambda: f"{kind} in {self.story(job)}")
+
+    def wait_reason(self, job: str, reason: str) -> None:
+        """Until Slurm says so."""
+        wait_for(lambda: self.slurm(job, "Reason") == reason, f"{job} is {reason}")
+
     def token(self, job: str) -> str:
         """Its API key."""
         key = token_key(self.folder / "state")
@@ -273,7 +290,7 @@ def test_slurms_own_scancel_ends_the_row_and_what_it_has(site: Site) -> None:
     waits = site.submit(ALICE, site.asleep("#PLEXRL --model=big"))
     fails = site.submit(ALICE, site.script("exit 7"))
     wait_for(lambda: "step 1" in site.output(ALICE, runs), "it trains")
-    wait_for(lambda: "host memory" in site.why(waits), lambda: site.why(waits))
+    site.wait_why(waits, "host memory")
     site.cluster.run(ALICE, ["scancel", held, runs, waits])
     for job in (held, runs, waits):
         ended = site.wait_job(job, *ENDS)
@@ -308,7 +325,7 @@ def native(site: Site, script: str, *options: str) -> str:
 
 def test_plain_sbatch_is_adopted_admitted_and_trains(site: Site) -> None:
     job = native(site, site.controller(2))
-    wait_for(lambda: site.query(f"select 1 from jobs where slurm_id = '{job}'"), "its row")
+    site.wait_row(job)
     ended = site.end(job)
     assert (ended["user"], ended["account"], ended["seed"]) == (ALICE, "research", 5)
     assert ended["steps"] > 0
@@ -323,9 +340,20 @@ def test_a_daemon_that_is_killed_while_it_adopts_makes_one_row_of_each_job(site:
         jobs += [native(site, script) for _ in range(2)]
         site.start()
     for job in jobs:
-        wait_for(lambda job=job: site.query(f"select 1 from jobs where slurm_id = '{job}'"), job)
+        site.wait_row(job)
         site.end(job)
         assert site.query(f"select count(*) from jobs where slurm_id = '{job}'") == [(1,)]
+
+
+def test_the_owner_of_a_plain_job_cannot_hold_it_when_it_has_a_place(site: Site) -> None:
+    job = native(site, site.script("true", "#PLEXRL --model=tiny"), "--begin=now+1hour")
+    site.wait_row(job)
+    site.wait_why(job, "BeginTime")
+    # The owner could not release it.
+    denied = site.cluster.run(ALICE, ["scontrol", "hold", job], check=False)
+    assert "Access/permission denied" in denied.stderr
+    site.cluster.run(ALICE, ["scontrol", "update", f"JobId={job}", "StartTime=now"])
+    site.end(job)
 
 
 # ---- holds and releases ------------------------------------------------------------------------
@@ -337,15 +365,15 @@ def test_a_job_that_its_owner_releases_before_its_turn_is_held_again(site: Site)
     mine = [site.submit(ALICE, script, "--begin=now+1hour", *more) for more in ((), ("--hold",))]
     site.cluster.run(ALICE, ["scontrol", "release", *mine])
     for job in mine:
-        wait_for(lambda job=job: site.slurm(job, "Reason") == "JobHeldAdmin", "it is held again")
-        wait_for(lambda job=job: "held" in site.story(job), lambda job=job: f"{site.story(job)}")
+        site.wait_reason(job, "JobHeldAdmin")
+        site.wait_story(job, "held")
         denied = site.cluster.run(ALICE, ["scontrol", "release", job], check=False)
         assert denied.returncode != 0
     site.restart()
     assert [site.story(job).count("held") for job in mine] == [1, 1]
     site.cancel(full)
     for job in mine:
-        wait_for(lambda job=job: "BeginTime" in site.why(job), lambda job=job: site.why(job))
+        site.wait_why(job, "BeginTime")
         site.cluster.run(ALICE, ["scontrol", "update", f"JobId={job}", "StartTime=now"])
         site.end(job)
 
@@ -356,13 +384,13 @@ def test_what_runs_before_its_turn_waits_for_it(site: Site) -> None:
     calls = site.submit(ALICE, site.controller(1, 0.0, *lines))
     plexrl_run = site.script("plexrl run -- sh -c 'echo \"key $TINKER_API_KEY\"'", *lines)
     asks = native(site, plexrl_run)
-    wait_for(lambda: site.query(f"select 1 from jobs where slurm_id = '{asks}'"), "its row")
+    site.wait_row(asks)
     for user, job in ((ALICE, calls), ("root", asks)):
         site.cluster.run(user, ["scontrol", "release", job])
         if site.slurm(job, "Reason") == "JobHeldAdmin":  # the daemon was faster
             site.cluster.run("root", ["scontrol", "release", job])
         site.cluster.wait_job(job, "RUNNING")
-        wait_for(lambda job=job: "early" in site.story(job), "the daemon sees it")
+        site.wait_story(job, "early")
     asked = site.plexrl(ALICE, "credentials", SLURM_JOB_ID=calls)
     assert asked.returncode == 75
     assert f"job {calls} is not admitted yet: " in asked.stderr
@@ -379,7 +407,7 @@ def test_what_runs_before_its_turn_waits_for_it(site: Site) -> None:
 def test_a_users_own_hold_is_the_users(site: Site) -> None:
     job = site.submit(ALICE, site.asleep("#PLEXRL --model=tiny"), "--hold")
     site.wait_job(job, "admitted")
-    wait_for(lambda: "its owner holds it" in site.why(job), lambda: site.why(job))
+    site.wait_why(job, "its owner holds it")
     site.restart()
     time.sleep(2 * site.site.slurm.poll_us / 1e6 if site.site.slurm else 0)
     assert site.slurm(job, "Reason") == "JobHeldUser"
@@ -390,10 +418,10 @@ def test_a_users_own_hold_is_the_users(site: Site) -> None:
 
 def test_an_owner_may_hold_a_job_that_has_a_place(site: Site) -> None:
     job = site.submit(ALICE, site.script("true", "#PLEXRL --model=tiny"), "--begin=now+1hour")
-    wait_for(lambda: "BeginTime" in site.why(job), lambda: site.why(job))
+    site.wait_why(job, "BeginTime")
     site.cluster.run(ALICE, ["scontrol", "hold", job])
     site.cluster.run(ALICE, ["scontrol", "update", f"JobId={job}", "StartTime=now"])
-    wait_for(lambda: "its owner holds it" in site.why(job), lambda: site.why(job))
+    site.wait_why(job, "its owner holds it")
     site.restart()
     wait_for(lambda: site.job(job)["state"] == "admitted", "it is known")
     assert site.slurm(job, "Reason") == "JobHeldUser"
@@ -410,7 +438,7 @@ def test_a_requeued_controller_goes_on_from_what_it_saved(site: Site) -> None:
     job = site.submit(ALICE, script)
     wait_for(lambda: "loss " in site.output(ALICE, job), lambda: site.output(ALICE, job))
     site.cluster.run("root", ["scontrol", "requeue", job])
-    wait_for(lambda: "requeued" in site.story(job), lambda: f"{site.story(job)}")
+    site.wait_story(job, "requeued")
     wait_for(lambda: "its controller again" in str(site.plexrl(ALICE, "explain", job).stdout), "")
     site.cluster.run("root", ["scontrol", "update", f"JobId={job}", "StartTime=now"], check=False)
     site.cluster.wait_job(job, "RUNNING")
@@ -449,7 +477,7 @@ def test_a_drain_outlives_the_daemon(site: Site) -> None:
     assert refused.returncode != 0
     assert "partition 'rlvr' is draining and takes no new job" in refused.stderr
     job = native(site, site.script("true", "#PLEXRL --model=tiny"))
-    wait_for(lambda: site.query(f"select 1 from jobs where slurm_id = '{job}'"), "its row")
+    site.wait_row(job)
     assert "partition rlvr is draining and admits no job" in site.why(job)
     assert site.job(runs)["state"] == "running"
     assert site.plexrl("plxsvc", "partition", "resume").returncode == 0
