@@ -10,7 +10,7 @@ PYTEST := $(BIN)/python -m pytest
 FAST := not (engines or postgres or slow or slurm or gpu)
 ARGS ?=
 
-.PHONY: help setup check test demo format lint types layers unit marked bless db-revision clean
+.PHONY: help setup check test demo demo-slurm format lint types layers unit marked bless db-revision clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -25,6 +25,10 @@ test: lint types layers unit marked ## everything, as CI runs it (ARGS="..." goe
 demo: ## three GRPO jobs share one hold, shared against alone (<= 8 min; ARGS="--help" for its knobs)
 	@scripts/setup.sh tiny
 	$(BIN)/plexrl demo $(ARGS)
+
+demo-slurm: ## the same on a private Slurm: several users, a node lost, a hold renewed (<= 15 min, root; ARGS="--help")
+	@scripts/setup.sh tiny
+	$(BIN)/python -m tests.slurm_live.demo $(ARGS)
 
 format: setup ## rewrite: ruff format and its safe fixes
 	$(BIN)/ruff format .

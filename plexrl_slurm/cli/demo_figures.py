@@ -70,14 +70,23 @@ def clipped(
 
 
 def compare(
-    shared: SharedRun, alone: Sequence[JobRun], *, gpus: int, pools: Mapping[str, str]
+    shared: SharedRun,
+    alone: Sequence[JobRun],
+    *,
+    gpus: int,
+    pools: Mapping[str, str],
+    shared_gpus: int | None = None,
 ) -> dict[str, Any]:
-    """One row of the demo's table. ``gpus``: of one hold; ``pools`` says the pool of every WPG."""
+    """One row of the demo's table. ``pools`` says the pool of every WPG.
+
+    ``gpus``: what a job alone takes; ``shared_gpus``: of the hold that they share, if others.
+    """
+    together_gpus = gpus if shared_gpus is None else shared_gpus
     begin, end = shared.window_us
     held_alone_us = sum(gpus * (job.ended_us - job.started_us) for job in alone)
     parts = clipped(shared.stretches, (begin, end))
     held_shared_us = (
-        sum(share for *_, share in parts) if shared.several_holds else gpus * (end - begin)
+        sum(share for *_, share in parts) if shared.several_holds else together_gpus * (end - begin)
     )
     per_step_shared = held_shared_us / max(1, sum(job.steps for job in shared.jobs)) / 1e6
     per_step_alone = held_alone_us / max(1, sum(job.steps for job in alone)) / 1e6
@@ -93,7 +102,7 @@ def compare(
     return {
         "gpu_seconds_per_step": {"shared": per_step_shared, "dedicated": per_step_alone},
         "saving_percent": 100 * (1 - per_step_shared / per_step_alone),
-        "bound_percent": 100 * (1 - 1 / len(alone)),
+        "bound_percent": 100 * (1 - together_gpus / (gpus * len(alone))),
         "slowdown": {"mean": mean(slowdowns), "max": max(slowdowns)},
         "switch_percent": 100 * _sum(parts, activity="switch") / held_shared_us,
         "pool_busy_percent": {
