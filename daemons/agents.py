@@ -16,6 +16,9 @@ from plexrl_slurm.transport.links import AgentServer
 
 log = logging.getLogger(__name__)
 
+#: A WPG that failed to start so often in a row will not.
+NEVER = 4
+
 
 @dataclass(slots=True)
 class WpgView:
@@ -29,6 +32,8 @@ class WpgView:
     reason: str = ""
     incarnation: int = 0
     pids: list[int] = field(default_factory=list)
+    #: Starts in a row that did not bring it up.
+    failures: int = 0
 
 
 @dataclass(slots=True)
@@ -114,6 +119,15 @@ class AgentHub:
         for place in [place for place in self._places if place.hold == hold]:
             self.forget_place(place, reason)
 
+    def hopeless(self) -> list[tuple[Place, str]]:
+        """Places with a WPG that does not start there, however often it is tried."""
+        return [
+            (place, f"WPG {held.id} does not start: {view.reason}")
+            for place, wpgs in self._places.items()
+            for held in wpgs
+            if (view := self.wpgs.get(held.id)) is not None and view.failures >= NEVER
+        ]
+
     def silent(self, before_us: int) -> list[Place]:
         """Places whose agent was heard once, and not since ``before_us``."""
         return [
@@ -129,7 +143,12 @@ class AgentHub:
         for deployment, (where, progress) in list(self._persisting.items()):
             if where == address:
                 self._persist_ended(deployment, progress, ok=False)
-        self._post(address, tm.StopOrder(epoch=self._epoch))
+        self._post(address, self._stop_order())
+
+    def _stop_order(self) -> tm.StopOrder:
+        """For an agent whose hold is not given back by us: without Slurm the next one takes over
+        its folders."""
+        return tm.StopOrder(epoch=self._epoch, keep_host=self._settings.backend == "local")
 
     async def listen(self) -> None:
         """Hear the agents for ever."""
@@ -141,7 +160,7 @@ class AgentHub:
             elif agent is None or (isinstance(report, tm.Beat) and report.epoch != agent.epoch):
                 await self._server.send(address, tm.WhoAreYou(epoch=self._epoch))
             elif agent.refused:
-                await self._server.send(address, tm.StopOrder(epoch=self._epoch))
+                await self._server.send(address, self._stop_order())
             else:
                 agent.heard_us = now_us()
                 if agent.welcome:
@@ -160,7 +179,7 @@ class AgentHub:
         )
         if known is not None and known.epoch == hello.epoch and known.refused:
             # It was declared lost; what it has is another's since.
-            await self._server.send(address, tm.StopOrder(epoch=self._epoch))
+            await self._server.send(address, self._stop_order())
             return
         self.agents[address] = agent
         if place not in self._places:
@@ -264,11 +283,13 @@ class AgentHub:
         view.incarnation, view.pids, view.reason = report.incarnation, report.pids, report.reason
         say(log, "wpg", name=report.name, state=report.state, reason=report.reason)
         if report.state == "up" and view.state != "up":
-            view.state = "up"
+            view.state, view.failures = "up", 0
             self._shell.feed(
                 WpgUp(at_us=now_us(), cause=CauseId("gang is up"), wpg=WpgId(report.name))
             )
         elif report.state == "down":
+            # Without a start there never was a gang: its GPUs are not there.
+            view.failures += NEVER if report.incarnation == 0 else view.state != "up"
             self._down(view, report.reason)
         else:
             view.state = report.state

@@ -1,10 +1,10 @@
-"""Holds for people and for JSON."""
+"""Holds for people, for JSON and for the decision about them."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from plexrl_slurm.clock import now_us
-from plexrl_slurm.core.holding import Fault, HoldPhase, excluded
+from plexrl_slurm.core.holding import Fault, HoldPhase, HoldRules, Renewal, excluded
 from plexrl_slurm.daemons.held_wpgs import LiveHold
 from plexrl_slurm.slurm_settings import HoldSettings
 
@@ -45,3 +45,16 @@ def excluded_views(faults: Sequence[Fault], rules: HoldSettings) -> list[dict[st
         }
         for node, until_us in sorted(out.items())
     ]
+
+
+def rules_of(rules: HoldSettings) -> HoldRules:
+    """The site's wishes as the decision takes them; a local hold has no time limit."""
+    return HoldRules(
+        min=rules.min,
+        max=rules.max,
+        renew_before_us=rules.renew_before_us,
+        renewal=Renewal(rules.renewal),
+        time_limit_us=None if rules.backend == "local" else rules.time_limit_us,
+        scale_up_after_us=rules.scale_up_after_us,
+        idle_release_us=rules.idle_release_us,
+    )

@@ -17,10 +17,8 @@ from plexrl_slurm.core.holding import (
     Fault,
     HoldAction,
     HoldPhase,
-    HoldRules,
     HoldView,
     Release,
-    Renewal,
     Submit,
     Undrain,
     decide,
@@ -35,8 +33,9 @@ from plexrl_slurm.core.messages import (
 from plexrl_slurm.daemons import hold_writes
 from plexrl_slurm.daemons.agents import AgentHub
 from plexrl_slurm.daemons.held_wpgs import HeldWpgs, LiveHold
+from plexrl_slurm.daemons.hold_hygiene import Hygiene
 from plexrl_slurm.daemons.hold_job import submit_hold
-from plexrl_slurm.daemons.hold_views import excluded_views, view_of
+from plexrl_slurm.daemons.hold_views import excluded_views, rules_of, view_of
 from plexrl_slurm.daemons.layout import (
     LOCALHOST,
     Found,
@@ -73,6 +72,7 @@ class HoldKeeper:
         self._parts, self._hub, self._mover, self._endpoint = parts, hub, mover, endpoint
         self._settings = parts.settings
         self._wpgs = HeldWpgs(parts, hub, mover)
+        self._hygiene = Hygiene(parts, hub)
         self._failed_us: list[int] = []
         #: The partition is taken down: nothing new is submitted.
         self._closing = False
@@ -152,7 +152,11 @@ class HoldKeeper:
         for hold in list(self.live.values()):
             if hold.submitted_us < watch.at_us and not watch.trouble:
                 await self._follow(hold, watch.jobs.get(hold.slurm_id))
-        self._lose_silent()
+        if self._settings.backend == "slurm":
+            self._lose_useless()
+            await self._hygiene.cancel_strays({hold.slurm_id for hold in self.live.values()})
+        if self._mover.homeless():
+            self._mover.resettle("there is room elsewhere")
         self._say_why()
         if self._closing:
             return
@@ -161,25 +165,12 @@ class HoldKeeper:
             now,
             [self._view(hold, now) for hold in self.live.values()],
             self._demand(),
-            self._rules(),
+            rules_of(self._settings.hold),
             not_before_us=rest_until_us(
                 self._failed_us, first_us=FIRST_REST_US, longest_us=LONGEST_REST_US
             ),
         ):
             await self._do(action)
-
-    def _rules(self) -> HoldRules:
-        rules = self._settings.hold
-        local = rules.backend == "local"
-        return HoldRules(
-            min=rules.min,
-            max=rules.max,
-            renew_before_us=rules.renew_before_us,
-            renewal=Renewal(rules.renewal),
-            time_limit_us=None if local else rules.time_limit_us,
-            scale_up_after_us=rules.scale_up_after_us,
-            idle_release_us=rules.idle_release_us,
-        )
 
     def _demand(self) -> Demand:
         return Demand(
@@ -336,11 +327,11 @@ class HoldKeeper:
         for place in sorted(hold.places - places, key=lambda place: place.node):
             self._wpgs.lose_place(hold, place, f"Slurm lost node {place.node}")
 
-    def _lose_silent(self) -> None:
-        before_us = now_us() - 10 * self._settings.hold.agent_timeout_us
-        for place in self._hub.silent(before_us) if self._settings.backend == "slurm" else ():
-            if (hold := self.live.get(place.hold)) is not None:
-                self._wpgs.lose_place(hold, place, f"the agent on node {place.node} is silent")
+    def _lose_useless(self) -> None:
+        for place, reason in self._hygiene.useless_places():
+            hold = self.live.get(place.hold)
+            if hold is not None and place in hold.places:
+                self._wpgs.lose_place(hold, place, reason)
 
     def _left(self, hold: LiveHold, at_us: int, reason: str) -> None:
         """Slurm counts it no more, however long its processes take to end; it may be requeued."""

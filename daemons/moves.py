@@ -45,6 +45,18 @@ class Mover:
             if any(self._must_leave(wpg) for wpg in job.homes.values())
         ]
 
+    def _may_leave(self, job: LiveJob, wpg: WpgId) -> bool:
+        """Whether nothing of the job is under way there."""
+        core, state = self._parts.shell.core, self._parts.state
+        here = [live.id for live in state.deployments.values() if live.wpg == wpg]
+        here += [snapshot.id for snapshot in state.snapshots.values() if snapshot.wpg == wpg]
+        mine = [each for each in here if self._parts.shell.deployments.get(each) is not None]
+        return not any(
+            core.why_not_move(each)
+            for each in mine
+            if self._parts.shell.deployments[each].job == job.id
+        )
+
     def _must_leave(self, wpg: WpgId) -> bool:
         return wpg not in self._parts.placer.wpgs or wpg in self.drained
 
@@ -52,7 +64,7 @@ class Mover:
         """Move whatever may move and finds room elsewhere."""
         for job in self._parts.state.jobs.values():
             for pool, home in list(job.homes.items()):
-                if self._must_leave(home):
+                if self._must_leave(home) and self._may_leave(job, home):
                     self._move_job(job, pool, home, reason)
 
     def _move_job(self, job: LiveJob, pool: Pool, old: WpgId, reason: str) -> None:

@@ -285,7 +285,12 @@ class PartitionService(SubmissionCalls):
                 if sentence
             ],
             "agents": [
-                {"name": agent.name, "node": agent.place.node, "pid": agent.pid}
+                {
+                    "name": agent.name,
+                    "node": agent.place.node,
+                    "pid": agent.pid,
+                    "heard_us": agent.heard_us,
+                }
                 for agent in (hub.agents.values() if hub is not None else ())
                 if not agent.refused
             ],

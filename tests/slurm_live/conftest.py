@@ -10,7 +10,7 @@ from tests.slurm_live.cluster import Cluster
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """Four nodes of four GPUs and one without (c1), with accounting; tests leave it as they found it."""
+    """Four nodes of four GPUs, one without (c1), accounting; tests leave it as they found it."""
     made = Cluster.temporary(gpuless_nodes=1)
     try:
         with made:

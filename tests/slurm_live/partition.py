@@ -25,8 +25,6 @@ name = "rlvr"
 state_dir = "{folder}/state"
 database_url = "sqlite:///{folder}/ledger.db"
 host_dir = "{host}"
-host_bytes = "1GiB"
-listen = "127.0.0.1:0"
 {partition}
 
 [slurm]
@@ -110,7 +108,9 @@ class Partition:
                 munge=cluster.munge_socket,
                 poll=poll_seconds,
                 hold=_lines({"agent_timeout_seconds": 5, "durable_every": 2} | dict(hold or {})),
-                partition=_lines(partition or {}),
+                partition=_lines(
+                    {"host_bytes": "1GiB", "listen": "127.0.0.1:0"} | dict(partition or {})
+                ),
                 slurm_partition=slurm_partition,
                 train_nodes=nodes[0],
                 rollout_nodes=nodes[1],
@@ -201,6 +201,9 @@ class Partition:
 
     def agent_pids(self) -> dict[str, int]:
         return {agent["name"]: int(agent["pid"]) for agent in self.nodes()["agents"]}
+
+    def rank_pid(self, wpg: str, rank: int = 0) -> int:
+        return int(self.wpgs()[wpg]["pids"][rank])
 
     def flaws(self) -> list[Flaw]:
         """Faults in the books, from the database itself."""

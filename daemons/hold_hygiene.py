@@ -1,0 +1,64 @@
+"""Holds and nodes that are of no use: found here, given up by the keeper."""
+
+import asyncio
+import logging
+import os
+
+from plexrl_slurm.clock import now_us
+from plexrl_slurm.core.errors import SlurmRejected, SlurmUnavailable
+from plexrl_slurm.core.ids import SlurmId
+from plexrl_slurm.daemons.agents import AgentHub
+from plexrl_slurm.daemons.hold_job import comment_of, hold_name
+from plexrl_slurm.daemons.layout import Place
+from plexrl_slurm.daemons.service_base import Parts
+from plexrl_slurm.logs import say
+from plexrl_slurm.slurm.port import JobStatus, SlurmState
+
+log = logging.getLogger(__name__)
+
+#: An agent that says nothing for so many of its timeouts is lost, whatever Slurm thinks.
+PATIENCE = 10
+
+
+class Hygiene:
+    """Looks after a partition on Slurm."""
+
+    def __init__(self, parts: Parts, hub: AgentHub) -> None:
+        self._parts, self._hub = parts, hub
+        #: Slurm jobs that look like holds of ours, and are none, in the last look.
+        self._strays: set[SlurmId] = set()
+
+    def useless_places(self) -> list[tuple[Place, str]]:
+        """Nodes that Slurm believes in, whose agent is silent or whose WPG never starts."""
+        timeout_us = self._parts.settings.hold.agent_timeout_us
+        silent = [
+            (place, f"the agent on node {place.node} is silent")
+            for place in self._hub.silent(now_us() - PATIENCE * timeout_us)
+        ]
+        return [*silent, *self._hub.hopeless()]
+
+    async def cancel_strays(self, known: set[SlurmId]) -> None:
+        """Holds that a daemon submitted, and died before it could write them down."""
+        strays = {
+            slurm_id
+            for slurm_id, status in self._parts.watch.jobs.items()
+            if slurm_id not in known and self._is_ours(status)
+        }
+        for slurm_id in strays & self._strays:
+            say(log, "stray_hold_cancelled", slurm_id=slurm_id)
+            try:
+                await asyncio.to_thread(self._parts.port.cancel, slurm_id)
+            except (SlurmRejected, SlurmUnavailable) as problem:
+                say(log, "slurm_refused", reason=problem)
+        self._strays = strays
+
+    def _is_ours(self, status: JobStatus) -> bool:
+        settings = self._parts.settings
+        return (
+            status.name == hold_name(settings)
+            and status.uid == os.getuid()
+            and status.leader is None
+            and status.state in (SlurmState.PENDING, SlurmState.RUNNING)
+            and f" of partition {settings.partition}" in status.comment
+            and status.comment.startswith(comment_of(settings, "").split("  ")[0])
+        )
