@@ -1,5 +1,6 @@
 """The demo's arithmetic, its screen, and what it asks the daemon for."""
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,8 +10,9 @@ import msgspec
 import pytest
 
 from plexrl_slurm.api.jobs import SubmitJob
-from plexrl_slurm.cli import demo, demo_figures
+from plexrl_slurm.cli import demo, demo_figures, demo_runs
 from plexrl_slurm.cli.demo_figures import JobRun, SharedRun
+from plexrl_slurm.cli.demo_runs import DemoFailed, Submission
 from plexrl_slurm.cli.demo_screen import Screen, read_lines, sparkline
 from plexrl_slurm.cli.submit import Request, Submitted
 from plexrl_slurm.settings import Site
@@ -65,6 +67,24 @@ def test_the_saving_is_held_time_per_step_shared_against_dedicated() -> None:
     assert row["learning_identical"] is True
 
 
+def test_what_several_holds_held_is_what_the_ledger_says() -> None:
+    together = SharedRun(
+        jobs=[job("a", 10, 110, loop_s=90.0), job("b", 10, 100, loop_s=81.0)],
+        stretches=[
+            stretch("train-0", "busy", 0, 60),
+            stretch("train-1", "idle", 50, 200),
+            stretch("rollout-0", "busy", 10, 110),
+        ],
+        several_holds=True,
+    )
+    alone = [job("a", 200, 290, loop_s=75.0), job("b", 300, 390, loop_s=81.0)]
+    pools = POOLS | {"train-1": "train"}
+    row = demo_figures.compare(together, alone, gpus=2, shared_gpus=3, pools=pools)
+    # 50 s, 60 s and 100 s lie between 10 s and 110 s; two jobs took 20 steps.
+    assert row["gpu_seconds_per_step"] == {"shared": 10.5, "dedicated": 18.0}
+    assert row["bound_percent"] == 25.0
+
+
 def test_one_bit_of_difference_is_seen() -> None:
     together = shared(job("a", 0, 10, loop_s=9.0, weights="x"), job("b", 0, 10, loop_s=9.0))
     alone = [job("a", 20, 30, loop_s=9.0), job("b", 30, 40, loop_s=9.0)]
@@ -80,6 +100,70 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
     assert read_lines(file) == []
     file.write_text(json.dumps({"step": 0, "reward": 0.1}) + "\n" + '{"step": 1, "rew')
     assert read_lines(file) == [{"step": 0, "reward": 0.1}]
+
+
+class Jobs:
+    """A client that tells of the next states each time."""
+
+    def __init__(self, *states: tuple[str, str]) -> None:
+        self._states = list(states)
+
+    def jobs(self, *, ended: bool) -> list[dict[str, Any]]:
+        assert ended
+        now = self._states.pop(0) if len(self._states) > 1 else self._states[0]
+        return [{"slurm_id": str(n + 7), "state": state} for n, state in enumerate(now)]
+
+    def nodes(self) -> dict[str, Any]:
+        return {"wpgs": []}
+
+
+def submissions(folder: Path) -> list[Submission]:
+    return [
+        Submission(
+            name=name,
+            slurm_id=str(number),
+            lines=folder / f"{name}.jsonl",
+            output=folder / f"{name}.out",
+        )
+        for number, name in ((7, "a"), (8, "b"))
+    ]
+
+
+def test_jobs_are_watched_until_all_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo_runs, "_LOOK_S", 0.0)
+    client: Any = Jobs(("running", "pending"), ("completed", "running"), ("completed",) * 2)
+    looks: list[int] = []
+    with Screen("shared", steps=2) as screen:
+        rows = demo_runs.watch(client, screen, submissions(tmp_path), lambda: looks.append(1))
+    assert {name: row["state"] for name, row in rows.items()} == {
+        "a": "completed",
+        "b": "completed",
+    }
+    assert len(looks) == 3
+
+
+def test_a_job_that_fails_ends_the_demo_at_once(tmp_path: Path) -> None:
+    client: Any = Jobs(("running", "failed"))
+    with pytest.raises(DemoFailed) as failed, Screen("shared", steps=2) as screen:
+        demo_runs.watch(client, screen, submissions(tmp_path))
+    assert failed.value.explain() == (
+        f"job b of the demo ended as failed: see {tmp_path / 'b.out'}"
+    )
+
+
+def test_a_job_without_final_weights_has_learned_nothing(tmp_path: Path) -> None:
+    site: Any = type("Site", (), {"state_dir": tmp_path})
+    first, _ = submissions(tmp_path)
+    row = {"job_id": 3, "started_us": 1, "ended_us": 2, "steps": 1}
+    with pytest.raises(DemoFailed, match="completed with 0 final weights"):
+        demo_runs.collect(site, first, row)
+    folder = tmp_path / "checkpoints" / "s3-1" / "sampler_weights" / "final"
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(b"weights")
+    learned = demo_runs.collect(site, first, row)
+    assert learned.weights == hashlib.sha256(b"weights").hexdigest()
 
 
 def test_rewards_are_drawn_from_0_to_1() -> None:

@@ -226,23 +226,30 @@ def service_environment(cluster: Cluster) -> dict[str, str]:
 
 
 def give_compiled_parts(cluster: Cluster) -> None:
-    """DeepSpeed's compiled parts for the service user; the users' Python may need its own."""
+    """DeepSpeed's compiled parts for the service user; the users' Python may need its own.
+
+    What does not fit any more is built again in the copy.
+    """
     place = os.environ.get("TORCH_EXTENSIONS_DIR") or python.ROOT / ".cache" / "torch_extensions"
     built = Path(place)
     if python.interpreter() != sys.executable:
         # Another Python has its headers elsewhere, and the compiler is asked again for each.
         built = built.with_name(f"{built.name}_users")
-        env = os.environ | python.environment() | {"TORCH_EXTENSIONS_DIR": str(built)}
-        subprocess.run(
-            [python.interpreter(), "-m", "plexrl_slurm.engines.jit"],
-            env=env,
-            check=True,
-            capture_output=True,
-            timeout=600,
-        )
+        if not any(built.glob("*/*.so")):
+            _compile_parts(built)
     copy = cluster.folder / "torch_extensions"
     shutil.copytree(built, copy)
     _give_tree(copy)
+
+
+def _compile_parts(place: Path) -> None:
+    subprocess.run(
+        [python.interpreter(), "-m", "plexrl_slurm.engines.jit"],
+        env=os.environ | python.environment() | {"TORCH_EXTENSIONS_DIR": str(place)},
+        check=True,
+        capture_output=True,
+        timeout=600,
+    )
 
 
 def make_folders(cluster: Cluster) -> None:
