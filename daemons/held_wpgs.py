@@ -11,7 +11,7 @@ from plexrl_slurm.core.holding import Fault, HoldPhase
 from plexrl_slurm.core.ids import CauseId, SlurmId, WpgId
 from plexrl_slurm.core.messages import Pool, WpgDown, WpgHeld, WpgReleased
 from plexrl_slurm.daemons.agents import AgentHub
-from plexrl_slurm.daemons.layout import HeldWpg, Place, Room, slots_of
+from plexrl_slurm.daemons.layout import HeldWpg, Place, Room, wpg_slots
 from plexrl_slurm.daemons.moves import Mover
 from plexrl_slurm.daemons.service_base import Parts
 from plexrl_slurm.db import holds as rows
@@ -69,7 +69,7 @@ class HeldWpgs:
     """Tells the books, the core, the placer, the agents' hub and the mover of every change."""
 
     def __init__(self, parts: Parts, hub: AgentHub, mover: Mover) -> None:
-        self.slots = slots_of(parts.settings)
+        self.slots = wpg_slots(parts.settings)
         #: Of nodes, oldest first.
         self.faults: list[Fault] = []
         self._parts, self._hub, self._mover, self._settings = parts, hub, mover, parts.settings

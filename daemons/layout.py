@@ -14,7 +14,7 @@ LOCALHOST = "localhost"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
+class WpgSlot:
     """One of the WPGs that every hold of the partition has."""
 
     #: ``train-0``, ``rollout-0``, ...
@@ -43,7 +43,7 @@ class HeldWpg:
     """A WPG of a hold that has its nodes."""
 
     wpg: Wpg
-    slot: Slot
+    slot: WpgSlot
     place: Place
     #: GPUs of the node, counted from 0.
     devices: tuple[int, ...]
@@ -69,15 +69,15 @@ class HeldWpg:
         )
 
 
-def slots_of(settings: Settings) -> tuple[Slot, ...]:
+def wpg_slots(settings: Settings) -> tuple[WpgSlot, ...]:
     """The WPGs of one hold, in the order of the settings file."""
-    slots: list[Slot] = []
+    slots: list[WpgSlot] = []
     counts: dict[str, int] = {}
     for table in settings.wpgs:
         for index in range(table.count):
             number = counts.get(table.pool, 0)
             counts[table.pool] = number + 1
-            slots.append(Slot(name=f"{table.pool}-{number}", table=table, index=index))
+            slots.append(WpgSlot(name=f"{table.pool}-{number}", table=table, index=index))
     return tuple(slots)
 
 
@@ -92,7 +92,7 @@ class Room:
 
 
 def lay_out(
-    slots: Sequence[Slot], rooms: Sequence[Room], *, taken: Iterable[str]
+    slots: Sequence[WpgSlot], rooms: Sequence[Room], *, taken: Iterable[str]
 ) -> tuple[HeldWpg, ...]:
     """Put the slots into rooms, largest first into the first with room; give each a free name.
 
@@ -124,7 +124,7 @@ def lay_out(
     return tuple(found[slot.name] for slot in slots if slot.name in found)
 
 
-def _name(slot: Slot, taken: set[str]) -> WpgId:
+def _name(slot: WpgSlot, taken: set[str]) -> WpgId:
     name, number = slot.name, 0
     while name in taken:
         name = f"{slot.table.pool}-{number}"
@@ -144,7 +144,10 @@ class Found:
 
 
 def find_again(
-    slots: Sequence[Slot], hold: str, rows: Sequence[Found], rooms: Mapping[tuple[int, str], Room]
+    slots: Sequence[WpgSlot],
+    hold: str,
+    rows: Sequence[Found],
+    rooms: Mapping[tuple[int, str], Room],
 ) -> tuple[HeldWpg, ...]:
     """The layout that was made before; rows whose slot or node is gone are left out."""
     by_name = {slot.name: slot for slot in slots}
@@ -171,6 +174,6 @@ def find_again(
     return tuple(found)
 
 
-def _gpus(slots: Mapping[str, Slot], row: Found) -> int:
+def _gpus(slots: Mapping[str, WpgSlot], row: Found) -> int:
     slot = slots.get(row.slot)
     return slot.table.gpus if slot is not None else 0

@@ -76,7 +76,7 @@ class WpgSettings:
     pool: str
     #: ``deepspeed``, ``vllm``, ``fake_train`` or ``fake_sample``.
     engine: str
-    #: GPUs (CPU-only machines: slots) of each.
+    #: GPUs of each; on a CPU-only machine, what counts as so many.
     gpus: int = 1
     count: int = 1
     #: CPU cores for each WPG in turn: ``[[0], [1]]``; empty: anywhere.

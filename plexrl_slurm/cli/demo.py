@@ -269,7 +269,7 @@ def _submit(
     tool_s: float,
 ) -> Submitted:
     seed = plan.seed + number
-    # Controllers give way to the pinned slots: on a real site they have nodes of their own.
+    # Controllers give way to the pinned ranks: on a real site they have nodes of their own.
     command = (
         f"exec nice -n 10 {sys.executable} {plan.examples / 'grpo_count.py'} --steps {plan.steps} "
         f"--seed {seed} --tool-seconds {tool_s!r} --out {folder / name}.jsonl"

@@ -47,7 +47,7 @@ class Wpg:
 
     id: WpgId
     pool: Pool
-    #: GPUs (slots on a CPU-only machine) it occupies; every microsecond of it counts this often.
+    #: GPUs (or what counts as one) it occupies; every microsecond of it counts this often.
     gpus: int
 
 

@@ -20,7 +20,7 @@ class RankSpec:
     rank: int
     #: Ranks of the gang. A vLLM WPG has one rank process whatever its tensor parallel size.
     world: int
-    #: GPUs (slots) of the WPG.
+    #: GPUs of the WPG; on a CPU-only machine, what counts as so many.
     gpus: int
     #: Where the gang's ``torch.distributed`` store listens.
     master_port: int
