@@ -1,5 +1,6 @@
 """Checks of ``plexrl doctor`` that need no Slurm: files, users, programs, MUNGE, database, TLS."""
 
+import json
 import os
 import socket
 import stat
@@ -43,6 +44,33 @@ def settings(facts: Facts) -> Iterator[Said]:
     if facts.settings is not None:
         backend = facts.settings.backend
         yield OK, f"{facts.path} has no mistakes (partition {facts.settings.partition}, {backend})"
+        for problem in _as_service(facts):
+            yield FAIL, f"to {facts.service_user}, who runs the daemon: {problem}"
+
+
+def _as_service(facts: Facts) -> list[str]:
+    """What is wrong only for the service user: root may read and write everything."""
+    service = facts.service
+    if os.geteuid() != 0 or service is None or service.pw_uid == 0:
+        return []
+    code = (
+        "import json, pathlib, sys; from plexrl_slurm.settings import check; "
+        "print(json.dumps(check(pathlib.Path(sys.argv[1])).problems))"
+    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(facts.path.absolute())],
+            capture_output=True,
+            timeout=20,
+            check=True,
+            cwd="/",
+            user=service.pw_uid,
+            group=service.pw_gid,
+            extra_groups=os.getgrouplist(facts.service_user, service.pw_gid),
+        )
+        return list(json.loads(done.stdout))
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return []  # it may not run this Python, which the next check tells
 
 
 def python(facts: Facts) -> Iterator[Said]:

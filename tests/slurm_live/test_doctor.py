@@ -161,6 +161,17 @@ def test_check_asks_slurm_and_does_without(partition: Partition) -> None:
     assert "not compared with Slurm" in checked.stderr
 
 
+def test_a_model_that_only_root_may_read(partition: Partition, cluster: Cluster) -> None:
+    folder = make_model_folder(cluster.folder / f"closed-{os.getpid()}")
+    folder.chmod(0o700)
+    text = partition.config.read_text()
+    start = text.index("path = ")
+    partition.config.write_text(f'{text[:start]}path = "{folder}"\n')
+    found = doctor(partition, code=1)
+    assert failed(found)["settings"].startswith("to plxsvc, who runs the daemon: ")
+    assert "model[0].path" in failed(found)["settings"]
+
+
 def test_a_slurm_conf_that_is_missing(partition: Partition) -> None:
     text = partition.config.read_text()
     partition.config.write_text(text.replace("etc/slurm.conf", "etc/nowhere.conf"))
