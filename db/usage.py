@@ -154,7 +154,7 @@ def summary_of(session: Session, job_id: JobId) -> str:
         f"switch {seconds[Activity.SWITCH]}, kept {seconds[Activity.KEPT]}"
     )
     saved = _saved_percent(session, job_id, bill=sum(used.values()))
-    return text if saved is None else f"{text}, saved {saved:.0f} %"
+    return text if saved is None else f"{text}, saved {round(saved)} %"
 
 
 def _saved_percent(session: Session, job_id: JobId, *, bill: int) -> float | None:

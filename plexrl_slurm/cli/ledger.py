@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from plexrl_slurm.core.errors import BadInput, DatabaseUnavailable
+from plexrl_slurm.core.errors import BadInput, DatabaseUnavailable, Denied
 from plexrl_slurm.settings import Site
 
 if TYPE_CHECKING:
@@ -61,11 +61,19 @@ def _reading(site: Site) -> Iterator[Any]:
     from plexrl_slurm.db.engine import open_database, transaction
 
     url = site.database_url
-    if url.startswith("sqlite") and not Path(url.partition(":///")[2]).exists():
-        # Opening it would make an empty one.
-        raise DatabaseUnavailable(
-            url, "it does not exist yet; start the partition with `plexrl partition up`"
-        )
+    if url.startswith("sqlite"):
+        file = Path(url.partition(":///")[2])
+        try:
+            file.stat()
+        except PermissionError:
+            raise Denied(
+                f"you may not read {file}: reports are for root and the service user"
+            ) from None
+        except FileNotFoundError:
+            # Opening it would make an empty one.
+            raise DatabaseUnavailable(
+                url, "it does not exist yet; start the partition with `plexrl partition up`"
+            ) from None
     engine = open_database(url)
     try:
         schema.check(engine)
