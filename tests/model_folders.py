@@ -44,3 +44,16 @@ def make_model_folder(folder: Path, **config: Any) -> Path:
     (folder / "model.safetensors").write_bytes(safetensors())
     (folder / "tokenizer.json").write_text("{}")
     return folder
+
+
+def make_hollow_folder(folder: Path, *, parameters: int) -> Path:
+    """A model of any size, whose weights are a hole in a file: to declare, not to load."""
+    rows, width = parameters // 8, 8
+    make_model_folder(folder, vocab_size=rows)
+    size = rows * width * 4
+    entry = {"dtype": "F32", "shape": [rows, width], "data_offsets": [0, size]}
+    header = json.dumps({"model.embed_tokens.weight": entry}).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(file.tell() + size)
+    return folder

@@ -6,7 +6,6 @@ One cluster with what ``plexrl admin install`` writes, and one partition, for al
 import json
 import os
 import shutil
-import struct
 import time
 import urllib.error
 import urllib.request
@@ -21,7 +20,7 @@ from plexrl_slurm.cli.main import cli
 from plexrl_slurm.core.ids import JobId
 from plexrl_slurm.slurm.site_files import task_prolog
 from plexrl_slurm.transport.tokens import job_token, token_key
-from tests.model_folders import make_model_folder
+from tests.model_folders import make_hollow_folder, make_model_folder
 from tests.slurm_live import configuration, python
 from tests.slurm_live.cluster import Cluster, wait_for
 from tests.slurm_live.partition import Partition
@@ -68,8 +67,8 @@ class Site(Partition):
         )
         self.url = f"http://127.0.0.1:{port}"
         with self.config.open("a") as config:
-            path, kind = large_model(models / "big"), 'dtype = "float32"'
-            config.write(f'\n[[model]]\nname = "big"\npath = "{path}"\n{kind}\n')
+            path = make_hollow_folder(models / "big", parameters=BIG_PARAMETERS)
+            config.write(f'\n[[model]]\nname = "big"\npath = "{path}"\n')
         remembered = self.folder / "state" / "api.port"  # as if a daemon had got it before
         remembered.write_text(f"{port}\n")
         shutil.chown(remembered, "plxsvc")
@@ -182,18 +181,6 @@ class Site(Partition):
         """Of the daemon, after a kill -9."""
         self.kill_daemon()
         self.start()
-
-
-def large_model(folder: Path) -> Path:
-    """A folder whose weights are a hole in a file."""
-    make_model_folder(folder, vocab_size=BIG_PARAMETERS // 8)
-    size = BIG_PARAMETERS * 4
-    entry = {"dtype": "F32", "shape": [BIG_PARAMETERS // 8, 8], "data_offsets": [0, size]}
-    header = json.dumps({"model.embed_tokens.weight": entry}).encode()
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(struct.pack("<Q", len(header)) + header)
-        file.truncate(file.tell() + size)
-    return folder
 
 
 @pytest.fixture(scope="module")
