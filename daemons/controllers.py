@@ -5,8 +5,6 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from sqlalchemy.orm import Session
-
 from plexrl_slurm.core.errors import BadInput, SlurmRejected, SlurmUnavailable
 from plexrl_slurm.core.ids import JobId, SlurmId
 from plexrl_slurm.core.states import JobState
@@ -16,6 +14,7 @@ from plexrl_slurm.daemons.service_jobs import PartitionService
 from plexrl_slurm.daemons.service_submission import Wish
 from plexrl_slurm.daemons.state import LiveJob
 from plexrl_slurm.db import queue
+from plexrl_slurm.db.engine import Session
 from plexrl_slurm.db.models import JobRow
 from plexrl_slurm.logs import say
 from plexrl_slurm.slurm.native import read_mark
@@ -262,7 +261,7 @@ class Controllers:
     async def _say(self, job_id: JobId, slurm_id: SlurmId, reason: str) -> None:
         memory = self._memory(slurm_id)
         if memory.said != reason:
-            await self._parts.store.run(queue.set_reason, job_id, reason=reason)
+            await self._parts.store.run(queue.explain_wait, job_id, reason=reason)
             memory.said = reason
 
     async def _adopt(self, known: set[SlurmId]) -> None:

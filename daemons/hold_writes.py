@@ -2,10 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
-from sqlalchemy.orm import Session
-
 from plexrl_slurm.core.ids import WpgId
 from plexrl_slurm.db import holds as rows
+from plexrl_slurm.db.engine import Session
 
 
 def started(

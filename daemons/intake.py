@@ -119,7 +119,9 @@ class Intake:
             try:
                 obstacles = parts.placer.admit(job, list(row.models))
             except (ModelTooLarge, UnknownModel) as problem:
-                await self._controllers.give_up(job, str(problem))
+                job.unfit = str(problem)
+                parts.state.jobs[job.id] = job  # so that it is tried again where Slurm is away
+                await self._controllers.give_up(job, job.unfit)
                 continue
             if not obstacles:
                 await self._admit(row, job)

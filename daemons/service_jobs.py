@@ -18,6 +18,7 @@ from plexrl_slurm.daemons.job_views import call_kinds, job_views
 from plexrl_slurm.daemons.service_submission import SubmissionCalls, hashed
 from plexrl_slurm.daemons.shell import Entry
 from plexrl_slurm.daemons.state import LiveJob, LiveSession
+from plexrl_slurm.daemons.wpg_views import wpg_views
 from plexrl_slurm.db import calls, deployments, holds, ledger, queue
 from plexrl_slurm.db.models import CallRow, CallState, JobRow
 from plexrl_slurm.logs import say
@@ -266,7 +267,7 @@ class PartitionService(SubmissionCalls):
 
     async def nodes(self, who: Principal) -> dict[str, Any]:
         hub, keeper = self._parts.hub, self._parts.holds
-        wpgs = [view | self._agent_side(view["id"]) for view in self.shell.wpg_views()]
+        wpgs = [view | self._agent_side(view["id"]) for view in wpg_views(self.shell)]
         used = await asyncio.to_thread(_bytes_below, self.settings.host_dir)
         return {
             "partition": self.settings.partition,

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from sqlalchemy.orm import Session
-
 from plexrl_slurm.api.service import JobSubmission, Principal
 from plexrl_slurm.core.errors import BadInput, NotAdmitted, NotFound, UnknownModel
 from plexrl_slurm.core.ids import JobId, SlurmId
@@ -16,6 +14,7 @@ from plexrl_slurm.daemons.job_views import RELEASED, RESTARTS
 from plexrl_slurm.daemons.service_sampling import SamplingCalls
 from plexrl_slurm.daemons.state import LiveJob
 from plexrl_slurm.db import queue
+from plexrl_slurm.db.engine import Session
 from plexrl_slurm.db.models import JobRow
 from plexrl_slurm.slurm.native import read_mark
 from plexrl_slurm.slurm.port import ClusterPort, JobStatus
@@ -128,19 +127,9 @@ class SubmissionCalls(SamplingCalls):
         found = await self._find(SlurmId(slurm_id))
         if not found or any(status.uid not in (None, row.uid) for status in found.values()):
             raise NotFound("Slurm job", slurm_id)
-        for each in found:
-            await self._check_free(each, job_id)
         await self.store.run(self._bind, row, found, self.now_us())
         self._parts.wake_intake.set()
         return {"job_id": job_id, "slurm_id": slurm_id, "tasks": len(found)}
-
-    async def _check_free(self, slurm_id: SlurmId, job_id: JobId) -> None:
-        """A Slurm job has one row: of two, only one would be followed."""
-        row = await self._row_of(slurm_id)
-        if row is not None and row.state not in ENDED and row.id != job_id:
-            raise BadInput(
-                f"Slurm job {slurm_id} is in the queue already, as job {row.id}: use that one"
-            )
 
     async def _row_of(self, slurm_id: SlurmId) -> JobRow | None:
         return await self.store.run(

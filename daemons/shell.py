@@ -477,32 +477,6 @@ class Shell:
         said = (ReasonKind.RUNNING, ReasonKind.UNKNOWN)
         return "; ".join(reason.sentence for reason in reasons if reason.kind not in said)
 
-    def _owner(self, resident: DeploymentId | None) -> int | None:
-        deployment = self.deployments.get(resident) if resident is not None else None
-        return deployment.job if deployment is not None else None
-
-    def wpg_views(self) -> list[dict[str, Any]]:
-        """What every WPG does, for ``plexrl sinfo``."""
-        return [
-            {
-                "id": view.wpg,
-                "pool": str(view.pool),
-                "gpus": view.gpus,
-                "state": str(view.activity),
-                "resident": view.resident,
-                "resident_job": self._owner(view.resident),
-                "jobs": list(view.jobs),
-                "since_us": view.since_us,
-                "waiting": view.queue_length,
-                "waiting_jobs": list(view.waiting_jobs),
-                "running": view.running,
-                "deployments": sum(
-                    deployment.wpg == view.wpg for deployment in self.deployments.values()
-                ),
-            }
-            for view in self.core.views()
-        ]
-
     def _wake_at(self, at_us: int) -> None:
         if self._wake is not None:
             self._wake.cancel()

@@ -12,7 +12,7 @@ from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session as Session
 
 from plexrl_slurm.core.errors import DatabaseUnavailable
 

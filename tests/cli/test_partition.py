@@ -29,7 +29,8 @@ class Handler(BaseHTTPRequestHandler):
         body = {"status": "ok"}
         if self.path.endswith("/nodes"):
             asked += 1
-            body = {"wpgs": [{"id": "train-0", "state": "starting" if asked < 3 else "idle"}]}
+            state = "starting" if asked < 3 else "idle"
+            body = {"holds": [], "wpgs": [{"id": "train-0", "state": state}]}
         self.say(body)
     def do_POST(self):
         self.say({})

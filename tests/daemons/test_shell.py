@@ -14,6 +14,7 @@ from plexrl_slurm.core.messages import (
     AnyInstruction,
     Call,
     FunctionKind,
+    Persist,
     RunEnded,
     Switch,
     SwitchEnded,
@@ -48,8 +49,11 @@ class Agents:
     def __init__(self) -> None:
         self.switches: list[Switch] = []
 
-    def switch(self, step: Switch, weights: object) -> None:
+    def switch(self, step: Switch, weights: object, durable: object) -> None:
         self.switches.append(step)
+
+    def persist(self, step: Persist, known: object) -> None:
+        raise AssertionError(step)
 
 
 class Books:
