@@ -140,7 +140,9 @@ class SubmissionCalls(SamplingCalls):
         """The job, or every task of the array."""
         if self.settings.slurm is None:
             return await asyncio.to_thread(self.port.states, [slurm_id])
-        return await asyncio.to_thread(cast(ClusterPort, self.port).queued, slurm_id)
+        found = await asyncio.to_thread(cast(ClusterPort, self.port).queued, slurm_id)
+        # The quick answer leaves out heterogeneous jobs.
+        return found or await asyncio.to_thread(self.port.states, [slurm_id])
 
     def _bind(
         self, session: Session, row: JobRow, found: Mapping[SlurmId, JobStatus], now_us: int
@@ -149,8 +151,14 @@ class SubmissionCalls(SamplingCalls):
         tasks = sorted(found.items(), key=lambda each: (each[1].array_task or 0, each[0]))
         for index, (slurm_id, status) in enumerate(tasks):
             job_id = JobId(row.id)
+            other = queue.by_slurm_id(session, partition=row.partition, slurm_id=slurm_id)
+            taken = other is not None and other.state not in ENDED and other.id != row.id
             if index > 0:
+                if taken:
+                    continue  # by this submission: it is bound again
                 job_id = self._queue(session, _like(row), now_us)
+            elif taken:  # of two rows of one job, only one would be followed
+                raise BadInput(f"Slurm job {slurm_id} is in the queue already: use that row")
             queue.bind(session, job_id, slurm_id=slurm_id, now_us=now_us)
             queue.describe(
                 session,

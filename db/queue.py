@@ -112,8 +112,9 @@ def describe(session: Session, job_id: JobId, *, user: str, account: str, name: 
 
 
 def explain_wait(session: Session, job_id: JobId, *, reason: str) -> None:
-    """Why it waits, for a person."""
-    _set(session, job_id, reason=reason)
+    """Why it waits, for a person; one that has ended meanwhile keeps the reason of its end."""
+    change = update(JOBS).where(JOBS.c.id == job_id, JOBS.c.state.not_in(sorted(ENDED)))
+    session.execute(change.values(reason=reason))
 
 
 def set_homes(session: Session, job_id: JobId, homes: Mapping[str, str]) -> None:

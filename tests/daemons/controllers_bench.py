@@ -51,7 +51,7 @@ class Slurm:
         return dict(self.jobs)
 
     def queued(self, job: SlurmId) -> Mapping[SlurmId, JobStatus]:
-        return {job: self.jobs[job]} if job in self.jobs else {}
+        return {name: it for name, it in self.jobs.items() if job in (name, it.array_id)}
 
     def states(self, jobs: Iterable[SlurmId]) -> Mapping[SlurmId, JobStatus]:
         wanted = list(jobs)

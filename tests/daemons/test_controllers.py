@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Coroutine
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +17,12 @@ from plexrl_slurm.core.errors import (
     NotFound,
     SlurmRejected,
     SlurmUnavailable,
+    UnknownModel,
 )
 from plexrl_slurm.core.ids import JobId, SlurmId
 from plexrl_slurm.daemons import controllers as module
 from plexrl_slurm.daemons import service_submission
+from plexrl_slurm.daemons.intake import Intake
 from plexrl_slurm.daemons.service_submission import hashed
 from plexrl_slurm.daemons.state import LiveJob, LiveSession
 from plexrl_slurm.db import queue
@@ -229,6 +232,18 @@ def test_a_job_that_was_released_before_its_turn_is_held_once_and_released_in_tu
     play(scene)
 
 
+def test_a_job_that_was_cancelled_meanwhile_keeps_the_reason_of_its_end(play: Play) -> None:
+    async def scene(bench: Bench) -> None:
+        bench.slurm.put("7", "PENDING", reason="JobHeldUser")
+        live = await bench.admit(await bench.submit("7"))
+        await bench.store.run(queue.cancel, live.id, reason="by ada", now_us=9)
+        bench.slurm.put("7", "PENDING", reason="Resources")
+        await bench.look()
+        assert (await bench.row(live.id)).reason == "by ada"
+
+    play(scene)
+
+
 def test_a_job_that_runs_already_needs_no_release(play: Play) -> None:
     async def scene(bench: Bench) -> None:
         job = await bench.submit("7")
@@ -343,10 +358,48 @@ def test_a_slurm_job_is_bound_to_one_row(play: Play) -> None:
         first, second = await bench.submit(), await bench.submit()
         for _ in range(2):
             await bench.service.bind_job(ADA, first, slurm_id="7")
-        with pytest.raises(BadInput, match=f"in the queue already, as job {first}"):
+        with pytest.raises(BadInput, match="Slurm job 7 is in the queue already"):
             await bench.service.bind_job(ADA, second, slurm_id="7")
         with pytest.raises(NotFound):
             await bench.service.bind_job(EVE, second, slurm_id="7")
+
+    play(scene)
+
+
+def test_an_array_that_is_bound_again_has_one_row_a_task(play: Play) -> None:
+    async def scene(bench: Bench) -> None:
+        for task in range(3):
+            bench.slurm.put(f"7_{task}", "PENDING", array_id=SlurmId("7"), array_task=task)
+        job = await bench.submit(hold="user")
+        for _ in range(2):
+            await bench.service.bind_job(ADA, job, slurm_id="7")
+        rows = await bench.rows()
+        assert [(row.slurm_id, row.options) for row in rows] == [
+            (f"7_{task}", {"hold": "user"}) for task in range(3)
+        ]
+
+    play(scene)
+
+
+def test_a_job_that_can_never_be_placed_ends_though_slurm_is_away_at_first(play: Play) -> None:
+    async def scene(bench: Bench) -> None:
+        def admit(*_: Any) -> Any:
+            raise UnknownModel("tiny", ("other",))
+
+        bench.slurm.put("7", "PENDING", reason="JobHeldUser")
+        job = await bench.submit("7")
+        bench.parts.placer = SimpleNamespace(admit=admit)
+        bench.slurm.error = SlurmUnavailable("nobody answered")
+        intake = asyncio.create_task(Intake(bench.parts, bench.service).run())
+        await asyncio.sleep(0.1)
+        assert str((await bench.row(job)).state) == "admitted"
+        bench.slurm.error = None
+        bench.parts.wake_intake.set()
+        await asyncio.sleep(0.2)
+        intake.cancel()
+        row = await bench.row(job)
+        assert (str(row.state), row.reason[:20]) == ("failed", "unknown model 'tiny'")
+        assert ("cancel", "7") in bench.slurm.told
 
     play(scene)
 
