@@ -235,8 +235,10 @@ def _limit(value: object) -> int:
 
 def _comment(value: object) -> str:
     given = as_text(value)
-    if len(given) > 500 or not given.isprintable():
-        raise ValueError("a comment is one line of at most 500 printable characters")
+    if len(given) > 500 or not given.isprintable() or set("'\"\\") & set(given):
+        raise ValueError(
+            "a comment is one line of at most 500 printable characters, without quotes"
+        )
     return given
 
 

@@ -27,6 +27,7 @@ from plexrl_slurm.core.errors import BadImage, BadInput, StepSkipped, StorageFul
 from plexrl_slurm.engines import batching, jit, losses
 from plexrl_slurm.engines.base import RankSpec
 from plexrl_slurm.engines.checkpoints import Gang, export, load, save
+from plexrl_slurm.engines.gpus import check_torch
 from plexrl_slurm.engines.skeleton import Skeleton, bytes_of, copy_bytes, dtype_name, quiet
 from plexrl_slurm.memory.slab import Slab, SlabHeader, SlabTensor
 
@@ -47,6 +48,7 @@ class DeepSpeedEngine:
             raise BadInput(f"zero_stage is {self._stage}; this engine has 1 and 2")
         if self._max_tokens < 1:
             raise BadInput("max_tokens_per_microbatch must be 1 or more")
+        check_torch()
         _join(spec)
         self._gang = Gang(rank=spec.rank, world=spec.world)
         self._skeleton: Skeleton | None = None

@@ -20,6 +20,7 @@ from plexrl_slurm import wire
 from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import BadImage, BadInput, InvalidTransition, UnknownModel
 from plexrl_slurm.engines.base import RankSpec
+from plexrl_slurm.engines.gpus import check_torch
 from plexrl_slurm.engines.sampling import check_sample, top_k
 from plexrl_slurm.engines.vllm_extension import RANK_PID, WorkerExtension
 
@@ -57,6 +58,7 @@ class VllmEngine:
         self._numbers = count()
 
     async def start(self) -> None:
+        check_torch()
         first = self._spec.options.get("model") or next(iter(self._spec.models))
         await self._open(self._model(str(first)))
 

@@ -1,0 +1,108 @@
+"""The script of a hold: what sbatch is told, and what runs on the nodes."""
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plexrl_slurm.core.ids import SlurmId
+from plexrl_slurm.daemons.agent_config import AgentConfig, visible_gpus
+from plexrl_slurm.daemons.hold_job import submit_hold
+from plexrl_slurm.settings import Settings
+from plexrl_slurm.slurm.port import BatchJob
+from plexrl_slurm.slurm_settings import ComponentSettings, HoldSettings, SlurmSettings
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "hold.sbatch"
+
+
+class Port:
+    """Keeps what was submitted."""
+
+    job: BatchJob
+
+    def submit(self, job: BatchJob, *, hold: bool) -> SlurmId:
+        assert not hold
+        self.job = job
+        return SlurmId("7")
+
+
+def settings(folder: Path, **hold: Any) -> Settings:
+    components = (
+        ComponentSettings(
+            pool="train",
+            partition="gpu",
+            nodes=2,
+            gpus_per_node=4,
+            gpu_type="h200",
+            constraint="nvlink&ib",
+            options=("--cpus-per-task=8", "--mem=0"),
+        ),
+        ComponentSettings(pool="rollout", partition="gpu2", gpus_per_node=2),
+    )
+    return Settings(
+        partition="rlvr",
+        state_dir=folder,
+        database_url="",
+        host_dir=Path("/dev/shm/plexrl"),
+        host_bytes=1,
+        hold=HoldSettings(backend="slurm", **{"components": components} | hold),
+        slurm=SlurmSettings(),
+    )
+
+
+def submitted(folder: Path, exclude: tuple[str, ...] = (), **hold: Any) -> BatchJob:
+    port: Any = Port()
+    submit_hold(port, settings(folder, **hold), "h3", endpoint="tcp://10.0.0.1:5", exclude=exclude)
+    job: BatchJob = port.job
+    return job
+
+
+def test_the_script_is_the_golden_one(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    job = submitted(tmp_path, ("n7", "n9"), qos="holds", account="service", comment="see the wiki")
+    text = job.script.replace(str(tmp_path), "/shared/rlvr")
+    if request.config.getoption("--bless"):
+        GOLDEN.write_text(text)
+    assert text == GOLDEN.read_text()
+    assert job.name == "plexrl-hold-rlvr" and job.output == f"{tmp_path}/holds/h3.log"
+
+
+def test_the_script_is_bash_and_its_files_are_the_services_own(tmp_path: Path) -> None:
+    job = submitted(tmp_path)
+    done = subprocess.run(["bash", "-n"], input=job.script.encode(), capture_output=True)
+    assert done.returncode == 0, done.stderr
+    holds = tmp_path / "holds"
+    assert holds.stat().st_mode & 0o777 == 0o700
+    assert (holds / "h3.sh").stat().st_mode & 0o777 == 0o700
+    assert "--exclude" not in job.script and "--qos" not in job.script
+
+
+def test_a_hold_of_one_component_is_no_heterogeneous_job(tmp_path: Path) -> None:
+    job = submitted(tmp_path, components=settings(tmp_path).hold.components[:1])
+    assert "hetjob" not in job.script and "--het-group" not in job.script
+    assert "\nkeep 0 &\nwait\n" in job.script
+
+
+def test_an_agent_learns_its_node_from_slurm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted(tmp_path)
+    monkeypatch.setenv("SLURMD_NODENAME", "n4")
+    monkeypatch.setenv("PLEXRL_COMPONENT", "1")
+    config = AgentConfig.read(tmp_path / "holds" / "h3.json")
+    assert (config.agent, config.hold, config.node, config.component) == ("h3.1.n4", "h3", "n4", 1)
+    assert config.host_dir == "/dev/shm/plexrl/rlvr/n4/h3.1"
+    assert config.snapshots_dir == f"{tmp_path}/snapshots"
+
+
+@pytest.mark.parametrize(
+    ("environment", "gpus"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "0,1"}, None),
+        ({"SLURM_JOB_ID": "7"}, None),
+        ({"SLURM_JOB_ID": "7", "CUDA_VISIBLE_DEVICES": "2,5"}, ["2", "5"]),
+        ({"SLURM_JOB_ID": "7", "CUDA_VISIBLE_DEVICES": ""}, []),
+    ],
+)
+def test_only_slurms_own_gpus_count(environment: dict[str, str], gpus: list[str] | None) -> None:
+    assert visible_gpus(environment) == gpus
