@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.model_folders import make_model_folder
 from tests.tree import ROOT, modules, tracked
 
 PAGES = [path for path in tracked() if path.suffix == ".md"]
@@ -97,6 +98,22 @@ def test_settings_named_in_the_readme_and_docs_are_written_in_toml_blocks_that_p
     for page in PAGES:
         for block in re.findall(r"```toml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
             assert tomllib.loads(block), page.name
+
+
+def test_the_example_of_a_partition_on_slurm_has_no_mistake_where_its_paths_exist(
+    tmp_path: Path,
+) -> None:
+    from plexrl_slurm.settings import check
+
+    text = (ROOT / "examples" / "partition-slurm.toml").read_text(encoding="utf-8")
+    here = re.sub(r'"(sqlite:///)?/(?!/dev)', rf'"\1{tmp_path}/', text)
+    copy = tmp_path / "partition.toml"
+    copy.write_text(here, encoding="utf-8")
+    make_model_folder(tmp_path / "shared" / "models" / "my-model")
+    findings = check(copy)
+    assert findings.problems == ()
+    assert findings.settings is not None and findings.settings.slurm is not None
+    assert len(findings.settings.hold.components) == 2
 
 
 def routes() -> list[str]:
