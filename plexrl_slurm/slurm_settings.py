@@ -72,8 +72,7 @@ class HoldSettings:
     account: str = ""
     qos: str = ""
     comment: str = ""
-    #: An agent that is silent for so long on a node that Slurm calls down, or for ten times as
-    #: long anywhere, is lost.
+    #: An agent that is silent for ten times as long is lost, whatever Slurm thinks of its node.
     agent_timeout_us: int = 15_000_000
     #: Optimizer steps between two durable images, where nodes can be lost.
     durable_every: int = 5
