@@ -1,7 +1,7 @@
 """Our errors as HTTP answers: a status that the SDK treats rightly, and one sentence.
 
 The SDK retries 408, 409, 429 and 5xx for minutes and takes every other 4xx as final, so 409
-is never used where it asks, and 5xx only for what may pass by itself.
+is only for a job that waits for its turn, and 5xx only for what may pass by itself.
 """
 
 import logging
