@@ -107,8 +107,9 @@ class Agent:
             # An exit code other than 0 has the hold's script start another agent.
             raise self._problem
 
-    def stop(self) -> None:
-        """Leave ``run``."""
+    def terminate(self) -> None:
+        """Leave ``run``. When Slurm ends the job, nothing may stay in the node's memory."""
+        self._clear_host = bool(self._config.snapshots_dir)
         self._stop.set()
 
     # -- daemon ------------------------------------------------------------------------------
@@ -486,7 +487,7 @@ async def serve(config: AgentConfig) -> None:
     agent = Agent(config)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, agent.stop)
+        loop.add_signal_handler(number, agent.terminate)
     await agent.run()
 
 

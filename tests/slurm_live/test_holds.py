@@ -98,9 +98,13 @@ TWO_NODES = {"nodes": (2, 2)}
 
 
 @pytest.mark.parametrize("partition", [TWO_NODES], indirect=True)
-def test_a_job_survives_the_loss_of_its_node(partition: Partition, undisturbed: list[Any]) -> None:
+@pytest.mark.parametrize("pool", ["train", "rollout"])
+def test_a_job_survives_the_loss_of_its_node(
+    partition: Partition, undisturbed: list[Any], pool: str
+) -> None:
+    """The training node is the one that runs the batch script as well."""
     job = begin(partition)
-    lost = home(partition, "train")
+    lost = home(partition, pool)
     try:
         partition.cluster.lose_node(lost["node"])
         assert end(partition, job) == undisturbed
@@ -362,3 +366,27 @@ def test_a_hold_that_no_daemon_remembers_is_cancelled(partition: Partition) -> N
     assert partition.cluster.state(other) == "PENDING"
     assert list(partition.holds()) == [hold["id"]]
     assert partition.cluster.state(hold["slurm_id"]) == "RUNNING RUNNING"
+
+
+def test_a_partition_that_is_taken_down_leaves_nothing_in_slurm(partition: Partition) -> None:
+    job = begin(partition, step=0)
+    (hold,) = partition.holds().values()
+    with partition.client() as client:
+        client.release()
+    assert partition.daemon is not None and partition.daemon.wait(timeout=60) == 0
+    partition.cluster.wait_job(hold["slurm_id"], "COMPLETED", "CANCELLED")
+    partition.cluster.wait_job(job, "CANCELLED")
+    assert partition.query("select state from holds") == [("ended",)]
+    assert partition.query("select state from jobs") == [("cancelled",)]
+    for node in hold["nodes"]:
+        assert list(partition.cluster.host_dir.glob(f"rlvr/{node}/h1.*/*")) == []
+
+
+def test_a_hold_that_slurm_cancels_leaves_no_memory_taken_and_is_followed_by_another(
+    partition: Partition,
+) -> None:
+    (hold,) = partition.holds().values()
+    partition.cluster.run("root", ["scancel", hold["slurm_id"]])
+    wait_for(lambda: "h2" in partition.holds() and partition.up(), partition.what, seconds=60)
+    for node in hold["nodes"]:
+        assert list(partition.cluster.host_dir.glob(f"rlvr/{node}/h1.*/*")) == []
