@@ -114,9 +114,9 @@ def _within(check: Check, facts: "Facts", limit_s: float) -> list[Said]:
 
 def _look(check: Check, facts: "Facts", said: list[Said]) -> None:
     try:
-        said.extend(check.look(facts))
+        for line in check.look(facts):
+            said.append(line)  # one by one: what was said before it hangs or breaks stays
     except SlurmUnavailable as error:
-        facts.slurm_is_silent = True
         said.append((FAIL, error.sentence))
     except SlurmRejected as error:
         said.append(

@@ -87,7 +87,7 @@ def python(facts: Facts) -> Iterator[Said]:
             )
         elif (closed := closed_to_others(program)) is not None:
             yield (
-                FAIL,
+                WARN if facts.slurm is None else FAIL,
                 f"users and the service cannot run {program}, because only its owner may enter "
                 f"{closed}: install PlexRL and its Python where all may read, such as /opt",
             )

@@ -102,7 +102,8 @@ def run(argv: Sequence[str], *, env: dict[str, str], timeout_s: float) -> Answer
     except subprocess.TimeoutExpired:
         said = _end(process)
         # With a dead munged whose socket is still there they try for a minute, silently.
-        cause = cause_of(said) or (_MUNGE if munge_is_down(conf) else _CONTROLLER)
+        silent = _DATABASE if Path(argv[0]).name in ("sacct", "sacctmgr") else _CONTROLLER
+        cause = cause_of(said) or (_MUNGE if munge_is_down(conf) else silent)
         raise SlurmUnavailable(
             f"{Path(argv[0]).name} took more than {timeout_s:g} s: {cause}"
         ) from None

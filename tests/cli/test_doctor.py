@@ -211,6 +211,14 @@ def test_a_silent_slurm_is_said_once(site: Site) -> None:
     assert "accounts, holds, controllers" in found[-1].sentence
 
 
+def test_a_silent_slurmdbd_does_not_keep_slurmctld_from_being_asked(site: Site) -> None:
+    site.answers[USER] = SlurmUnavailable("start slurmdbd")
+    checks = [check for check in doctor_slurm.CHECKS if check.slurm]
+    found = examine(site.facts(), checks)
+    assert [each.check for each in found if each.state == FAIL] == ["accounts"]
+    assert "not checked" not in {each.check for each in found}
+
+
 def test_the_command_exits_with_1_if_something_failed(site: Site) -> None:
     site.write(engine="nope")
     done = CliRunner().invoke(cli, ["doctor", "--config", str(site.path)])
