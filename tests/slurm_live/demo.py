@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -100,10 +101,12 @@ def demo(as_json: bool, **knobs: Any) -> None:
         )
         with site(plan) as partition:
             report, lines = run(plan, partition)
-    except (PlexError, ClusterError, AssertionError) as error:
-        why = error.explain() if isinstance(error, PlexError) else str(error)
-        note(f"the demo failed: {why}")
-        note(f"logs: {plan.out / 'logs'}")
+    except Exception as error:
+        logs = plan.out / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        (logs / "failure.txt").write_text(traceback.format_exc(), encoding="utf-8")
+        note(f"the demo failed: {_why(error)}")
+        note(f"everything that was logged, and where it failed: {logs}")
         raise SystemExit(getattr(error, "exit_code", 70)) from None
     report["seconds"] = time.monotonic() - began
     (plan.out / "report.json").write_text(demo_story.as_json(report) + "\n", encoding="utf-8")
@@ -126,6 +129,12 @@ def demo(as_json: bool, **knobs: Any) -> None:
         note(f"NOT as it should be: {trouble}")
     if troubles:
         raise SystemExit(1)
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, PlexError):
+        return error.explain()
+    return str(error) if isinstance(error, ClusterError) else repr(error)
 
 
 def _interrupt(_number: int, _frame: Any) -> NoReturn:
@@ -222,17 +231,19 @@ def run(plan: Plan, partition: DemoPartition) -> tuple[dict[str, Any], list[str]
     short = max(4, plan.steps // 2)
     jobs.append(Job(name="count-4", user=USERS[0], seed=plan.seed + 3, steps=short, native=True))
     first = Job(name="count-0", user=USERS[0], seed=plan.seed, steps=4)
-    ((measured,), _) = run_jobs(partition, "measure", [first], tool_s=0.0)
+    ((measured,), _) = run_jobs(plan, partition, "measure", [first], tool_s=0.0)
     step = demo_figures.step_s(measured)
     tool_s = plan.tool_multiple * step
     note(f"a step takes {step:.2f} s here; tool pauses will take {tool_s:.2f} s")
-    alone = [run_jobs(partition, f"alone-{job.name}", [job], tool_s=tool_s)[0][0] for job in jobs]
+    alone = [
+        run_jobs(plan, partition, f"alone-{job.name}", [job], tool_s=tool_s)[0][0] for job in jobs
+    ]
     rows: dict[str, SharedRun] = {}
     label = f"{len(jobs)} users' jobs"
     if plan.undisturbed:
-        together, _ = run_jobs(partition, "shared-undisturbed", jobs, tool_s=tool_s)
+        together, _ = run_jobs(plan, partition, "shared-undisturbed", jobs, tool_s=tool_s)
         rows[f"{label}, undisturbed"] = SharedRun(jobs=together, stretches=(), several_holds=True)
-    together, facts = run_jobs(partition, "shared", jobs, tool_s=tool_s, lose=plan.lose)
+    together, facts = run_jobs(plan, partition, "shared", jobs, tool_s=tool_s, disturb=True)
     rows[f"{label}, a node lost"] = SharedRun(jobs=together, stretches=(), several_holds=True)
     with waiting("giving the holds back"):
         partition.release()
@@ -260,6 +271,7 @@ def figures(
         rows[name] = demo_figures.compare(
             shared, alone, gpus=ALONE_GPUS, shared_gpus=SHARED_GPUS, pools=pools
         )
+        # The last one stays: the one in which something happened.
         timeline.draw(found, plan.out / "timeline.png", title=name)
     story = demo_story.Story(
         holds=partition.query(demo_story.HOLDS),
@@ -293,22 +305,23 @@ def figures(
 
 
 def run_jobs(
+    plan: Plan,
     partition: DemoPartition,
     run_name: str,
     jobs: Sequence[Job],
     *,
     tool_s: float,
-    lose: str = "",
+    disturb: bool = False,
 ) -> tuple[list[JobRun], Facts]:
-    """Submit, show, wait, collect; with ``lose`` the events happen meanwhile."""
-    submissions = [submit(partition, run_name, job, tool_s) for job in jobs]
+    """Submit, show, wait, collect; ``disturb``: events happen meanwhile."""
+    submissions = [submit(plan, partition, run_name, job, tool_s) for job in jobs]
     with (
         Screen(run_name, steps=max(job.steps for job in jobs)) as screen,
         partition.client() as client,
     ):
-        happens = Events(partition, submissions, screen.say, lose_batch=lose == "batch")
+        happens = Events(partition, submissions, screen.say, lose_batch=plan.lose == "batch")
         try:
-            if lose:
+            if disturb:
                 happens.start()
             rows = demo_runs.watch(client, screen, submissions, happens.look)
             facts = happens.finish()
@@ -317,7 +330,9 @@ def run_jobs(
     return [demo_runs.collect(partition.site, job, rows[job.name]) for job in submissions], facts
 
 
-def submit(partition: DemoPartition, run_name: str, job: Job, tool_s: float) -> Submission:
+def submit(
+    plan: Plan, partition: DemoPartition, run_name: str, job: Job, tool_s: float
+) -> Submission:
     """As its user would: a script, and one command."""
     folder = partition.cluster.home(job.user)
     stem = f"{run_name}.{job.name}"
@@ -339,7 +354,9 @@ def submit(partition: DemoPartition, run_name: str, job: Job, tool_s: float) -> 
     else:
         slurm_id = partition.submit(job.user, script)
         note(f"{job.user}: plexrl sbatch: Submitted batch job {slurm_id} ({job.name})")
-    return Submission(name=job.name, slurm_id=slurm_id, lines=lines, output=output)
+    # Where the output is kept: the cluster's folder goes with the cluster.
+    kept = plan.out / "logs" / "jobs" / job.user / output.name
+    return Submission(name=job.name, slurm_id=slurm_id, lines=lines, output=kept)
 
 
 if __name__ == "__main__":
