@@ -154,6 +154,15 @@ class Site(Partition):
         """Until Slurm says so."""
         wait_for(lambda: self.slurm(job, "Reason") == reason, f"{job} is {reason}")
 
+    def wait_started(self, job: str) -> None:
+        """Until it runs, though the daemon may hold it again first."""
+
+        def started() -> bool:
+            self.cluster.run("root", ["scontrol", "release", job], check=False)
+            return self.cluster.state(job) == "RUNNING"
+
+        wait_for(started, f"{job} runs")
+
     def token(self, job: str) -> str:
         """Its API key."""
         key = token_key(self.folder / "state")
@@ -374,9 +383,7 @@ def test_what_runs_before_its_turn_waits_for_it(site: Site) -> None:
     site.wait_row(asks)
     for user, job in ((ALICE, calls), ("root", asks)):
         site.cluster.run(user, ["scontrol", "release", job])
-        if site.slurm(job, "Reason") == "JobHeldAdmin":  # the daemon was faster
-            site.cluster.run("root", ["scontrol", "release", job])
-        site.cluster.wait_job(job, "RUNNING")
+        site.wait_started(job)
         site.wait_story(job, "early")
     asked = site.plexrl(ALICE, "credentials", SLURM_JOB_ID=calls)
     assert asked.returncode == 75
