@@ -26,7 +26,7 @@ from plexrl_slurm.cli.demo_figures import JobRun, SharedRun
 from plexrl_slurm.cli.demo_runs import Submission
 from plexrl_slurm.cli.demo_screen import Screen
 from plexrl_slurm.core.errors import PlexError
-from tests.slurm_live import demo_site, demo_story, python
+from tests.slurm_live import demo_books, demo_site, demo_story, python
 from tests.slurm_live.cluster import Cluster, ClusterError
 from tests.slurm_live.demo_events import Events, Facts
 from tests.slurm_live.demo_site import USERS, DemoPartition
@@ -247,6 +247,7 @@ def run(plan: Plan, partition: DemoPartition) -> tuple[dict[str, Any], list[str]
     rows[f"{label}, a node lost"] = SharedRun(jobs=together, stretches=(), several_holds=True)
     with waiting("giving the holds back"):
         partition.release()
+        demo_books.close(partition)
     return figures(plan, partition, rows, alone, facts, step=step)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from plexrl_slurm.cli import show
 
 #: What is read for :class:`Story`.
-HOLDS = "select id, slurm_id, state, replaces, running_us, ended_us, reason from holds order by id"
+HOLDS = "select id, slurm_id, state, replaces, ended_us, reason from holds order by id"
 FAULTS = "select node, at_us, reason from node_faults order by at_us"
 MOVES = (
     "select j.name, j.slurm_id, e.at_us, e.kind, e.text from job_events e join jobs j "
@@ -37,10 +37,7 @@ class Story:
     def lines(self) -> list[str]:
         """One line for each event, in order of time."""
         events: list[tuple[int, str]] = list(self.said)
-        for name, slurm_id, state, replaces, running_us, ended_us, reason in self.holds:
-            new = f", which replaces hold {replaces}," if replaces else ""
-            if running_us is not None:
-                events.append((int(running_us), f"hold {name} (Slurm job {slurm_id}){new} runs"))
+        for name, _, state, _, ended_us, reason in self.holds:
             if ended_us is not None:
                 why = f": {reason}" if reason else ""
                 events.append((int(ended_us), f"hold {name} is {state}{why}"))
@@ -71,10 +68,19 @@ class Story:
             if released_us is not None:
                 key = (int(released_us), str(hold), "gives up")
                 found.setdefault(key, []).append(f"{name} on {node}")
-        return [
-            (at, f"hold {hold} {verb} {', '.join(sorted(wpgs))}")
-            for (at, hold, verb), wpgs in found.items()
-        ]
+        events, known = [], set()
+        for (at, hold, verb), wpgs in sorted(found.items()):
+            who = hold if hold in known else self._introduced(hold)
+            known.add(hold)
+            events.append((at, f"hold {who} {verb} {', '.join(sorted(wpgs))}"))
+        return events
+
+    def _introduced(self, hold: str) -> str:
+        for name, slurm_id, _, replaces, *_ in self.holds:
+            if name == hold:
+                new = f", replaces hold {replaces}" if replaces else ""
+                return f"{hold} (Slurm job {slurm_id}{new})"
+        return hold
 
 
 def stretches(rows: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:

@@ -11,9 +11,9 @@ S = 1_000_000
 def story() -> Story:
     return Story(
         holds=[
-            ("h1", "1", "ended", "", 100 * S, 190 * S, "its batch script is gone"),
-            ("h2", "9", "up", "h1", 160 * S, None, ""),
-            ("h3", "10", "pending", "", None, None, "Resources"),
+            ("h1", "1", "ended", "", 190 * S, "its batch script is gone"),
+            ("h2", "9", "up", "h1", None, ""),
+            ("h3", "10", "pending", "", None, "Resources"),
         ],
         stays=[
             ("h1", "rollout-0", "n3", 100 * S, 190 * S),
@@ -28,14 +28,12 @@ def story() -> Story:
 
 def test_the_story_is_told_in_order_of_time() -> None:
     assert story().lines() == [
-        "    0.0 s  hold h1 (Slurm job 1) runs",
-        "    0.0 s  hold h1 has rollout-0 on n3, train-0 on n1",
+        "    0.0 s  hold h1 (Slurm job 1) has rollout-0 on n3, train-0 on n1",
         "   40.0 s  node n1 is lost",
         "   50.0 s  fault of node n1: Slurm lost node n1",
         "   50.0 s  hold h1 gives up train-0 on n1",
         "   51.0 s  job 3 (count-1) moved: Slurm lost node n1: train-0 -> train-1",
-        "   60.0 s  hold h2 (Slurm job 9), which replaces hold h1, runs",
-        "   60.0 s  hold h2 has train-1 on n4",
+        "   60.0 s  hold h2 (Slurm job 9, replaces hold h1) has train-1 on n4",
         "   90.0 s  hold h1 gives up rollout-0 on n3",
         "   90.0 s  hold h1 is ended: its batch script is gone",
     ]
