@@ -76,6 +76,7 @@ class AgentHub:
         self._orders = 0
         #: Where agents are expected, and what they are to run.
         self._places: dict[Place, tuple[HeldWpg, ...]] = {}
+        self._expected_us: dict[Place, int] = {}
         #: Holds that may still get their nodes: an agent of theirs may be earlier than the news.
         self._awaited: set[str] = set()
         #: Persists under way: ``deployment -> (address, progress)``.
@@ -90,7 +91,7 @@ class AgentHub:
         """The hold has these nodes: agents anywhere else in it are not wanted."""
         self._awaited.discard(hold)
         for place in places:
-            self._places[place] = ()
+            self._places[place], self._expected_us[place] = (), now_us()
         for held in wpgs:
             self._places[held.place] += (held,)
             self.wpgs[held.id] = WpgView(name=held.id, agent=b"", node=held.place.node)
@@ -100,6 +101,7 @@ class AgentHub:
 
     def forget_place(self, place: Place, reason: str) -> None:
         """The node is lost: whoever comes back from there is told to drop what it has."""
+        self._expected_us.pop(place, None)
         for held in self._places.pop(place, ()):
             self.wpgs.pop(held.id, None)
         for address, agent in self.agents.items():
@@ -128,13 +130,18 @@ class AgentHub:
             if (view := self.wpgs.get(held.id)) is not None and view.failures >= NEVER
         ]
 
-    def silent(self, before_us: int) -> list[Place]:
-        """Places whose agent was heard once, and not since ``before_us``."""
-        return [
-            agent.place
+    def heard_us(self) -> dict[Place, int]:
+        """When each agent was heard last."""
+        return {
+            agent.place: agent.heard_us
             for agent in self.agents.values()
-            if agent.place in self._places and agent.heard_us < before_us and not agent.refused
-        ]
+            if agent.place in self._places and not agent.refused
+        }
+
+    def unheard_us(self) -> dict[Place, int]:
+        """Since when each agent is awaited that has not said a word."""
+        heard = {agent.place for agent in self.agents.values()}
+        return {place: at for place, at in self._expected_us.items() if place not in heard}
 
     def _refuse(self, address: bytes, agent: AgentView, reason: str) -> None:
         if not agent.refused:

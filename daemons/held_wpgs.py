@@ -11,13 +11,18 @@ from plexrl_slurm.core.holding import Fault, HoldPhase
 from plexrl_slurm.core.ids import CauseId, SlurmId, WpgId
 from plexrl_slurm.core.messages import Pool, WpgDown, WpgHeld, WpgReleased
 from plexrl_slurm.daemons.agents import AgentHub
-from plexrl_slurm.daemons.layout import HeldWpg, Place, Room, wpg_slots
+from plexrl_slurm.daemons.layout import LOCALHOST, HeldWpg, Place, Room, wpg_slots
 from plexrl_slurm.daemons.moves import Mover
 from plexrl_slurm.daemons.service_base import Parts
 from plexrl_slurm.db import holds as rows
 from plexrl_slurm.logs import say
+from plexrl_slurm.slurm.port import JobStatus
 
 log = logging.getLogger(__name__)
+
+
+#: A limit that Slurm took and does not show after so long was not raised.
+EXTEND_US = 60_000_000
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +47,9 @@ class LiveHold:
     places: set[Place] = field(default_factory=set)
     batch_node: str = ""
     lost_nodes: int = 0
+    #: Its limit when Slurm took a longer one, which it does not show yet, and when that was.
     extending_from_us: int | None = None
+    extended_us: int = 0
     extend_refused: bool = False
     idle_since_us: int | None = None
     #: All its WPGs have been up.
@@ -50,6 +57,15 @@ class LiveHold:
     #: Slurm's, or why it drains or waits.
     reason: str = ""
     unknown: int = 0
+
+    def see_extension(self, at_us: int) -> None:
+        """Whether Slurm's answer of that instant shows the limit that it was asked for."""
+        if self.extending_from_us is None:
+            return
+        if self.limit_end_us != self.extending_from_us:
+            self.extending_from_us = None
+        elif at_us - self.extended_us > EXTEND_US:
+            self.extending_from_us, self.extend_refused = None, True
 
     @property
     def phase(self) -> HoldPhase:
@@ -77,6 +93,18 @@ class HeldWpgs:
     def is_whole(self, hold: LiveHold) -> bool:
         """Whether it has every WPG that it was made for."""
         return len(hold.wpgs) == len(self.slots)
+
+    def places_of(self, hold: LiveHold, status: JobStatus) -> set[Place] | None:
+        """Where the hold has nodes; ``None`` while not every component is known."""
+        if self._settings.backend == "local":
+            return {Place(hold=hold.id, component=0, node=LOCALHOST)}
+        found: set[Place] = set()
+        for index, each in enumerate(status.components or (hold.slurm_id,)):
+            component = status if each == hold.slurm_id else self._parts.watch.jobs.get(each)
+            if component is None:
+                return None
+            found |= {Place(hold=hold.id, component=index, node=n) for n in component.nodes}
+        return found
 
     def room(self, hold: LiveHold, component: int, node: str) -> Room | None:
         """What a node offers; ``None``: its component is no longer configured."""
@@ -121,6 +149,7 @@ class HeldWpgs:
         end_us = max(at_us, shell.core.clock_us(wpg))
         shell.feed(WpgDown(at_us=end_us, cause=cause, wpg=wpg, reason=reason, blame=False))
         shell.feed(WpgReleased(at_us=end_us, cause=cause, wpg=wpg, reason=reason))
+        hold.closed_us = max(hold.closed_us, end_us)
         self._parts.writer.add(_release, hold.id, wpg, end_us)
         self._parts.placer.wpgs.pop(wpg, None)
         self._parts.placer.draining.discard(wpg)

@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 #: An agent that says nothing for so many of its timeouts is lost, whatever Slurm thinks.
 PATIENCE = 10
+#: The same of one that this daemon has not heard at all: a node's prolog may take minutes.
+UNHEARD = 40
 
 
 class Hygiene:
@@ -27,15 +29,26 @@ class Hygiene:
         self._parts, self._hub = parts, hub
         #: Slurm jobs that look like holds of ours, and are none, in the last look.
         self._strays: set[SlurmId] = set()
+        #: The last look, and the end of the last long pause between two: nobody was heard in it.
+        self._looked_us = self._awake_us = 0
 
     def useless_places(self) -> list[tuple[Place, str]]:
         """Nodes that Slurm believes in, whose agent is silent or whose WPG never starts."""
-        timeout_us = self._parts.settings.hold.agent_timeout_us
+        now, timeout_us = now_us(), self._parts.settings.hold.agent_timeout_us
+        if now - self._looked_us > (PATIENCE - 1) * timeout_us:
+            self._awake_us = now
+        self._looked_us = now
         silent = [
             (place, f"the agent on node {place.node} is silent")
-            for place in self._hub.silent(now_us() - PATIENCE * timeout_us)
+            for place, since_us in self._hub.heard_us().items()
+            if now - max(since_us, self._awake_us) > PATIENCE * timeout_us
         ]
-        return [*silent, *self._hub.hopeless()]
+        unheard = [
+            (place, f"the agent on node {place.node} does not come")
+            for place, since_us in self._hub.unheard_us().items()
+            if now - max(since_us, self._awake_us) > UNHEARD * timeout_us
+        ]
+        return [*silent, *unheard, *self._hub.hopeless()]
 
     async def cancel_strays(self, known: set[SlurmId]) -> None:
         """Holds that a daemon submitted, and died before it could write them down."""

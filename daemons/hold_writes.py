@@ -3,8 +3,24 @@
 from collections.abc import Mapping, Sequence
 
 from plexrl_slurm.core.ids import WpgId
+from plexrl_slurm.daemons.held_wpgs import LiveHold
 from plexrl_slurm.db import holds as rows
 from plexrl_slurm.db.engine import Session
+from plexrl_slurm.settings import Settings
+
+
+def submitted(session: Session, hold: LiveHold, settings: Settings, epoch: str) -> None:
+    """Slurm has its job."""
+    rows.open_hold(
+        session,
+        hold_id=hold.id,
+        partition=settings.partition,
+        backend=settings.backend,
+        slurm_id=hold.slurm_id,
+        epoch=epoch,
+        now_us=hold.submitted_us,
+        replaces=hold.replaces,
+    )
 
 
 def started(

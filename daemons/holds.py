@@ -9,7 +9,7 @@ import logging
 from typing import Any
 
 from plexrl_slurm.clock import now_us
-from plexrl_slurm.core.errors import SlurmRejected, SlurmUnavailable
+from plexrl_slurm.core.errors import DatabaseUnavailable, SlurmRejected, SlurmUnavailable
 from plexrl_slurm.core.holding import (
     Demand,
     Drain,
@@ -39,7 +39,6 @@ from plexrl_slurm.daemons.hold_views import excluded_views, rules_of, view_of
 from plexrl_slurm.daemons.layout import (
     LOCALHOST,
     Found,
-    Place,
     find_again,
     lay_out,
 )
@@ -76,6 +75,8 @@ class HoldKeeper:
         self._failed_us: list[int] = []
         #: The partition is taken down: nothing new is submitted.
         self._closing = False
+        #: One look at a time.
+        self._looking = asyncio.Lock()
 
     # -- start -------------------------------------------------------------------------------
     async def adopt(self) -> None:
@@ -94,6 +95,7 @@ class HoldKeeper:
                 submitted_us=row.started_us,
                 replaces=row.replaces,
                 running_us=row.running_us,
+                closed_us=await store.run(rows.last_release, row.id),
             )
             self.live[hold.id] = hold
             self._hub.await_hold(hold.id)
@@ -146,6 +148,10 @@ class HoldKeeper:
 
     async def look(self) -> None:
         """Take the last answer in, then decide."""
+        async with self._looking:
+            await self._look()
+
+    async def _look(self) -> None:
         watch = self._parts.watch
         if watch.at_us == 0:
             return
@@ -194,8 +200,7 @@ class HoldKeeper:
             hold.idle_since_us = now
         pools = {held.slot.pool for held in hold.wpgs.values()}
         running = hold.running_us is not None
-        if hold.extending_from_us is not None and hold.limit_end_us != hold.extending_from_us:
-            hold.extending_from_us = None
+        hold.see_extension(self._parts.watch.at_us)
         return HoldView(
             id=hold.id,
             phase=hold.phase,
@@ -259,11 +264,16 @@ class HoldKeeper:
             if hold.running_us is not None:
                 self._left(hold, status.end_us or now_us(), f"Slurm ends hold {hold.id}")
         elif status.state is SlurmState.RUNNING:
+            if hold.running_us is not None and (status.start_us or 0) > hold.running_us:
+                # Nobody has seen it wait, and nobody knows since when.
+                self._left(hold, 0, f"Slurm has started hold {hold.id} again")
             hold.limit_end_us = status.end_us if self._settings.backend == "slurm" else None
-            if hold.running_us is None:
-                self._started(hold, status)
-            else:
+            if hold.running_us is not None:
                 self._compare_nodes(hold, status)
+            elif hold.releasing_us is not None:
+                await self._cancel(hold)
+            else:
+                self._started(hold, status)
         if hold.releasing_us is not None and now_us() - hold.releasing_us > RELEASE_US:
             await self._cancel(hold)
 
@@ -275,20 +285,8 @@ class HoldKeeper:
             return JobStatus(state=SlurmState.UNSURE, reason=str(problem))
         return found.get(hold.slurm_id)
 
-    def _nodes(self, hold: LiveHold, status: JobStatus) -> set[Place] | None:
-        """Where the hold has nodes; ``None`` while not every component is known."""
-        if self._settings.backend == "local":
-            return {Place(hold=hold.id, component=0, node=LOCALHOST)}
-        found: set[Place] = set()
-        for index, each in enumerate(status.components or (hold.slurm_id,)):
-            component = status if each == hold.slurm_id else self._parts.watch.jobs.get(each)
-            if component is None:
-                return None
-            found |= {Place(hold=hold.id, component=index, node=n) for n in component.nodes}
-        return found
-
     def _started(self, hold: LiveHold, status: JobStatus) -> None:
-        places = self._nodes(hold, status)
+        places = self._wpgs.places_of(hold, status)
         wanted = {index for index, _ in enumerate(self._settings.hold.components)} or {0}
         if places is None or {place.component for place in places} != wanted:
             return
@@ -321,7 +319,7 @@ class HoldKeeper:
         self._parts.wake_intake.set()
 
     def _compare_nodes(self, hold: LiveHold, status: JobStatus) -> None:
-        places = self._nodes(hold, status)
+        places = self._wpgs.places_of(hold, status)
         if places is None or not status.nodes:
             return
         for place in sorted(hold.places - places, key=lambda place: place.node):
@@ -337,7 +335,6 @@ class HoldKeeper:
         """Slurm counts it no more, however long its processes take to end; it may be requeued."""
         say(log, "hold_left_its_nodes", hold=hold.id, reason=reason)
         self._wpgs.drop_all(hold, min(at_us, now_us()), reason)
-        hold.closed_us = now_us()
         hold.running_us, hold.limit_end_us, hold.draining = None, None, False
         hold.reason = reason
         self._hub.await_hold(hold.id)
@@ -379,9 +376,11 @@ class HoldKeeper:
         out = excluded(
             now_us(), self._wpgs.faults, settings.hold.exclude_after, settings.hold.exclude_us
         )
-        name = await parts.store.run(rows.next_hold_id)
-        self._hub.await_hold(name)
         try:
+            name = await parts.store.run(rows.next_hold_id)
+            if name in self.live:
+                return  # the row of the last one is still to be written
+            self._hub.await_hold(name)
             slurm_id = await asyncio.to_thread(
                 submit_hold,
                 parts.port,
@@ -390,6 +389,9 @@ class HoldKeeper:
                 endpoint=self._endpoint,
                 exclude=sorted(out),
             )
+        except DatabaseUnavailable as problem:
+            self.trouble = str(problem)
+            return
         except (SlurmRejected, SlurmUnavailable, OSError) as problem:
             self.trouble = str(problem)
             self._failed_us.append(now_us())
@@ -397,17 +399,8 @@ class HoldKeeper:
             return
         self.trouble = ""
         hold = LiveHold(id=name, slurm_id=slurm_id, submitted_us=now_us(), replaces=action.replaces)
-        await parts.store.run(
-            rows.open_hold,
-            hold_id=name,
-            partition=settings.partition,
-            backend=settings.backend,
-            slurm_id=slurm_id,
-            epoch=str(parts.epoch),
-            now_us=hold.submitted_us,
-            replaces=action.replaces,
-        )
         self.live[name] = hold
+        parts.writer.add(hold_writes.submitted, hold, settings, str(parts.epoch))
         say(log, "hold_submitted", hold=name, slurm_id=slurm_id)
 
     async def _extend(self, hold: LiveHold, limit_us: int) -> None:
@@ -421,7 +414,7 @@ class HoldKeeper:
         except SlurmUnavailable as problem:
             say(log, "extend_failed", hold=hold.id, reason=problem)
         else:
-            hold.extending_from_us = hold.limit_end_us
+            hold.extending_from_us, hold.extended_us = hold.limit_end_us, now_us()
 
     def _drain(self, hold: LiveHold, reason: str) -> None:
         hold.draining, hold.reason = True, reason
@@ -455,16 +448,18 @@ class HoldKeeper:
     async def release_all(self, patience_s: float) -> None:
         """The partition is taken down."""
         self._closing = True
-        for hold in list(self.live.values()):
-            await self.release(hold)
+        async with self._looking:  # one that is being submitted is there after that
+            for hold in list(self.live.values()):
+                await self.release(hold)
         deadline = now_us() + round(patience_s * 1e6)
         while self.live and now_us() < deadline:
             await self._parts.watch.look()
             await self.look()
             await asyncio.sleep(0.2)
-        for hold in list(self.live.values()):
-            await self._cancel(hold)
-            self._ended(hold, now_us(), "it was cancelled with the partition")
+        async with self._looking:
+            for hold in list(self.live.values()):
+                await self._cancel(hold)
+                self._ended(hold, now_us(), "it was cancelled with the partition")
         await self._parts.writer.drain()
 
     async def _slurm(self, ask: Any) -> bool:

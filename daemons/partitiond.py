@@ -183,8 +183,6 @@ class Daemon:
         ends = [asyncio.create_task(event.wait()) for event in (self._stop, parts.release)]
         done, _ = await asyncio.wait({*tasks, *ends}, return_when=asyncio.FIRST_COMPLETED)
         if parts.release.is_set():
-            for task in tasks[-2:]:
-                task.cancel()  # the holds are to end now
             await self._release(parts, keeper)
         await serving.stop()
         shell.tick(flush=True)
@@ -204,13 +202,16 @@ class Daemon:
         """End all jobs, give the holds back, close their books."""
         service = PartitionService(parts)
         for job in list(parts.state.jobs.values()):
-            await service.cancel_in_slurm(job.slurm_id)
-            await service.end_job(
-                job.id,
-                state=JobState.CANCELLED,
-                reason="the partition was taken down",
-                exit_code=None,
-            )
+            try:
+                await service.cancel_in_slurm(job.slurm_id)
+                await service.end_job(
+                    job.id,
+                    state=JobState.CANCELLED,
+                    reason="the partition was taken down",
+                    exit_code=None,
+                )
+            except PlexError as problem:
+                say(log, "job_not_ended", job=job.id, reason=problem)
         await keeper.release_all(RELEASE_S)
 
 

@@ -41,7 +41,9 @@ class SlurmWatch:
         else:
             if self.trouble:
                 say(log, "slurm_answers_again", after=self.trouble)
-            self.jobs, self.at_us, self.trouble = jobs, asked_us, ""
+            if asked_us >= self.at_us:  # of two questions at once the later one counts
+                self.jobs, self.at_us = jobs, asked_us
+            self.trouble = ""
         async with self._news:
             self._news.notify_all()
 

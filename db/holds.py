@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from sqlalchemy import insert, select, update
+from sqlalchemy import func, insert, select, update
 from sqlalchemy.orm import Session
 
 from plexrl_slurm.core.errors import NotFound
@@ -57,7 +57,8 @@ def hold_runs(session: Session, hold_id: str, *, since_us: int, batch_node: str 
 
 def hold_waits(session: Session, hold_id: str, *, reason: str, now_us: int) -> None:
     """Slurm has put it back into its queue: it has no nodes, and its WPGs are gone."""
-    _change(session, hold_id, state=HoldState.WAITING, running_us=None, reason=reason)
+    values = {"running_us": None, "draining": False, "reason": reason}
+    _change(session, hold_id, state=HoldState.WAITING, **values)
     _release_all(session, hold_id, now_us)
 
 
@@ -173,6 +174,12 @@ def release_wpg(session: Session, hold_id: str, wpg: WpgId, *, now_us: int) -> N
     )
     if session.execute(release).first() is None:
         raise NotFound("held WPG", wpg)
+
+
+def last_release(session: Session, hold_id: str) -> int:
+    """Up to when the WPGs that the hold has no more are booked; 0 if it has had none."""
+    asked = select(func.max(WPGS.c.released_us)).where(WPGS.c.hold_id == hold_id)
+    return int(session.execute(asked).scalar_one_or_none() or 0)
 
 
 def held_wpgs(session: Session, hold_id: str) -> list[WpgRow]:
