@@ -11,7 +11,7 @@ from plexrl_slurm.core.errors import SlurmRejected, SlurmUnavailable
 from plexrl_slurm.core.ids import SlurmId
 from plexrl_slurm.slurm import invoke, parse, parse_records
 from plexrl_slurm.slurm.port import BatchJob, JobStatus, NodeStatus, PastJob
-from plexrl_slurm.slurm.queued import FORMAT, queued_jobs
+from plexrl_slurm.slurm.queued import queued_format, queued_jobs
 
 _FINISHED = re.compile(r"already (has )?(finished|completing)|has already finished", re.IGNORECASE)
 _NO_ACCOUNTING = re.compile(
@@ -104,13 +104,15 @@ class CommandsSlurm:
     def queued(self, job: SlurmId) -> Mapping[SlurmId, JobStatus]:
         """``squeue --jobs``: a JSON answer takes ten times as long."""
         argv = ["squeue", "--noheader", "--array", "--all", "--states=all"]
+        argv += [f"--jobs={_checked_id(job)}"]
+        separator = secrets.token_hex(8)
         try:
-            answer = self._ask(*argv, f"--Format={FORMAT}", f"--jobs={_checked_id(job)}")
+            answer = self._ask(*argv, f"--Format={queued_format(separator)}")
         except SlurmRejected as error:
             if re.search(r"invalid job id", error.stderr, re.IGNORECASE):
                 return {}
             raise
-        return queued_jobs(answer.out)
+        return queued_jobs(answer.out, separator)
 
     def poll(self) -> Mapping[SlurmId, JobStatus]:
         """``squeue --json``: everything that slurmctld knows, in one question."""

@@ -92,7 +92,8 @@ def document(output: bytes, what: str, key: str) -> list[dict[str, Any]] | None:
     say so.
     """
     try:
-        whole = json.loads(output)
+        # A job's name may have any bytes, and everybody's job is in the answer.
+        whole = json.loads(output.decode(errors="replace"))
         errors, items = whole.get("errors"), whole.get(key)
     except (ValueError, AttributeError):
         raise SlurmUnavailable(_unreadable(what, output)) from None

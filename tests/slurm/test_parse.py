@@ -66,6 +66,12 @@ def newer(job: dict[str, Any]) -> dict[str, Any]:
     return job | changed
 
 
+def test_a_name_of_any_bytes_hides_no_job() -> None:
+    answer = recorded("squeue.json").replace(b'"name":"', b'"name":"\xff\xed\xa0\x80')
+    assert answer != recorded("squeue.json")
+    assert parse.jobs(answer).keys() == found().keys()
+
+
 def test_a_heterogeneous_job_is_its_leader_and_components_are_there_too() -> None:
     jobs = found()
     leader, component = jobs[SlurmId("1")], jobs[SlurmId("2")]
