@@ -14,12 +14,10 @@ from click.testing import CliRunner
 from plexrl_slurm.cli import doctor_daemon, doctor_host, doctor_slurm
 from plexrl_slurm.cli.doctor import FAIL, OK, WARN, Check, Said, all_checks, as_text, examine
 from plexrl_slurm.cli.doctor_facts import Facts
-from plexrl_slurm.cli.doctor_tls import look_at
 from plexrl_slurm.cli.main import cli
 from plexrl_slurm.core.errors import SlurmRejected, SlurmUnavailable
 from plexrl_slurm.db import schema
 from plexrl_slurm.db.engine import open_database
-from tests.certificates import make_certificate
 from tests.model_folders import make_model_folder
 from tests.munge import PrivateMunge
 
@@ -434,21 +432,6 @@ def test_a_munge_that_is_stopped(site: Site) -> None:
         munged.stop()
     munged.socket.touch()
     assert "makes no credential" in site.wrong(doctor_host.munge)[1]
-
-
-def test_certificates(tmp_path: Path) -> None:
-    good = make_certificate(tmp_path / "a", names="DNS:plexrl.example", days=300)
-    url = "https://plexrl.example:8421"
-    assert [s for s, _ in look_at(good.cert, good.key, good.cert, url)] == [OK]
-    ((state, words),) = look_at(good.cert, good.key, good.cert, "https://other.example")
-    assert state == FAIL and "get a certificate for that name" in words
-    other = make_certificate(tmp_path / "b", names="DNS:plexrl.example", days=3)
-    ((state, words),) = look_at(other.cert, other.key, other.cert, url)
-    assert state == WARN and "renew it" in words
-    ((state, words),) = look_at(other.cert, other.key, good.cert, url)
-    assert state == FAIL and "will not trust" in words
-    ((state, words),) = look_at(good.cert, other.key, good.cert, url)
-    assert state == FAIL and "cannot be used together" in words
 
 
 # ---- the daemon ------------------------------------------------------------------------------
