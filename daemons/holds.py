@@ -105,10 +105,8 @@ class HoldKeeper:
             say(log, "hold_found", hold=hold.id, slurm_id=hold.slurm_id, wpgs=sorted(hold.wpgs))
             if row.draining and hold.wpgs:
                 self._drain(hold, row.reason)
-        for job in self._parts.state.jobs.values():
-            for wpg in job.homes.values():
-                if wpg not in self._parts.placer.wpgs:
-                    self._mover.gone(wpg)
+        for wpg in self._mover.inhabited() - self._parts.placer.wpgs.keys():
+            self._mover.gone(wpg)
 
     async def _take_over(self, hold: LiveHold, row: HoldRow) -> None:
         found = [

@@ -40,10 +40,27 @@ class Mover:
     def homeless(self) -> list[JobId]:
         """Jobs with something on a WPG that is gone, or that is given back."""
         return [
-            job.id
-            for job in self._parts.state.jobs.values()
-            if any(self._must_leave(wpg) for wpg in job.homes.values())
+            job
+            for job, homes in self._homes().items()
+            if any(self._must_leave(wpg) for _, wpg in homes)
         ]
+
+    def _homes(self) -> dict[JobId, dict[tuple[Pool, WpgId], None]]:
+        """The homes of every job, and where anything of it lives: it may have been made while its
+        home changed."""
+        state = self._parts.state
+        found = {job.id: dict.fromkeys(job.homes.items()) for job in state.jobs.values()}
+        for live in state.deployments.values():
+            if not live.dropped and live.job in found:
+                found[live.job][Pool.TRAIN, live.wpg] = None
+        for snapshot in state.snapshots.values():
+            if not snapshot.dropped and snapshot.job in found:
+                found[snapshot.job][Pool.ROLLOUT, snapshot.wpg] = None
+        return found
+
+    def inhabited(self) -> set[WpgId]:
+        """WPGs that are a home, or that something lives on."""
+        return {wpg for homes in self._homes().values() for _, wpg in homes}
 
     def _may_leave(self, job: LiveJob, wpg: WpgId) -> bool:
         """Whether nothing of the job is under way there."""
@@ -62,18 +79,20 @@ class Mover:
 
     def resettle(self, reason: str) -> None:
         """Move whatever may move and finds room elsewhere."""
-        for job in self._parts.state.jobs.values():
-            for pool, home in list(job.homes.items()):
+        for job_id, homes in self._homes().items():
+            job = self._parts.state.jobs[job_id]
+            for pool, home in homes:
                 if self._must_leave(home) and self._may_leave(job, home):
                     self._move_job(job, pool, home, reason)
 
     def _move_job(self, job: LiveJob, pool: Pool, old: WpgId, reason: str) -> None:
-        new = self._parts.placer.rehome(job, pool)
+        new = job.homes.get(pool)
+        if new is None or self._must_leave(new):
+            new = self._parts.placer.rehome(job, pool)
         if new is None:
-            if not self._lives(job, pool):
+            if not self._lives(job, pool) and not any(each[0] is pool for each in job.declared):
                 # Nothing was made there yet: the next call finds a home.
-                del job.homes[pool]
-                job.declared = [each for each in job.declared if each[0] is not pool]
+                job.homes.pop(pool, None)
                 self._write_homes(job)
             return
         job.homes[pool] = new
@@ -93,7 +112,7 @@ class Mover:
 
     def _move_deployments(self, job: LiveJob, old: WpgId, new: WpgId, cause: CauseId) -> None:
         parts = self._parts
-        for live in parts.state.deployments.values():
+        for live in list(parts.state.deployments.values()):
             if live.job != job.id or live.dropped or live.wpg != old:
                 continue
             live.wpg = new
@@ -111,7 +130,7 @@ class Mover:
 
     def _move_snapshots(self, job: LiveJob, old: WpgId, new: WpgId, cause: CauseId) -> None:
         parts = self._parts
-        for snapshot in parts.state.snapshots.values():
+        for snapshot in list(parts.state.snapshots.values()):
             if snapshot.job != job.id or snapshot.dropped or snapshot.wpg != old:
                 continue
             snapshot.wpg = new

@@ -3,14 +3,23 @@
 import os
 from collections.abc import Mapping, Sequence
 
-from plexrl_slurm.core.admission import Obstacle, Placement, Site, Tenancy, Wanted, place
+from plexrl_slurm.core.admission import (
+    Obstacle,
+    ObstacleKind,
+    Placement,
+    Site,
+    Tenancy,
+    Wanted,
+    host_need,
+    place,
+)
 from plexrl_slurm.core.catalogue import ModelSpec
-from plexrl_slurm.core.errors import BadInput, UnknownModel
+from plexrl_slurm.core.errors import BadInput, ModelTooLarge, UnknownModel
 from plexrl_slurm.core.ids import WpgId
 from plexrl_slurm.core.messages import Pool
 from plexrl_slurm.daemons.layout import HeldWpg
 from plexrl_slurm.daemons.state import LiveJob, State
-from plexrl_slurm.settings import Settings
+from plexrl_slurm.settings import Settings, WpgSettings
 
 
 class Placer:
@@ -25,7 +34,7 @@ class Placer:
         #: Why there are not more of them; for whoever finds no place.
         self.why_no_more = ""
         self._state, self._models = state, settings.models
-        self._host_bytes = settings.host_bytes
+        self._host_bytes, self._tables = settings.host_bytes, settings.wpgs
         self._memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def restore(self, job: LiveJob, homes: Mapping[str, str], models: Sequence[str]) -> None:
@@ -45,7 +54,7 @@ class Placer:
         has lost a model since.
         """
         wanted = [Wanted(model=self._model(name), pool=pool) for name in models for pool in Pool]
-        found = place(wanted, sites=self._sites(), tenancies=self._tenancies())
+        found = self._place(wanted, self._tenancies())
         if not isinstance(found, Placement):
             sentences = [obstacle.sentence for obstacle in found]
             return (*sentences, self.why_no_more) if self.why_no_more else tuple(sentences)
@@ -59,7 +68,7 @@ class Placer:
         ``ModelTooLarge`` where there never will be."""
         if pool not in job.homes:
             wanted = [Wanted(model=model, pool=pool)]
-            found = place(wanted, sites=self._sites(), tenancies=self._tenancies())
+            found = self._place(wanted, self._tenancies())
             if not isinstance(found, Placement):
                 raise BadInput(_all(found))
             job.homes[pool] = found.homes[0]
@@ -75,21 +84,56 @@ class Placer:
             if live.job == job.id and not live.dropped
         }
         wanted = [Wanted(model=self._models[name], pool=pool) for name in sorted(models)]
+        if not wanted:  # then what it said it would create
+            all_models = (Wanted(model=model, pool=pool) for model in self._models.values())
+            wanted = [each for each in all_models if (pool, each.image_bytes) in job.declared]
         if not wanted:
             return None
         largest = max(wanted, key=lambda want: want.image_bytes)
-        found = place([largest], sites=self._sites(), tenancies=self._tenancies(but=job))
+        found = self._place([largest], self._tenancies(but=job))
         return found.homes[0] if isinstance(found, Placement) else None
 
     def is_home(self, wpg: WpgId) -> bool:
         """Whether deployments may stay there."""
         return wpg in self.wpgs and wpg not in self.draining
 
+    def _place(
+        self, wanted: Sequence[Wanted], tenancies: Sequence[Tenancy]
+    ) -> Placement | tuple[Obstacle, ...]:
+        try:
+            return place(wanted, sites=self._sites(), tenancies=tenancies)
+        except ModelTooLarge:
+            if not all(self._may_fit(want) for want in wanted):
+                raise
+        return tuple(
+            Obstacle(
+                kind=ObstacleKind.NO_WPG,
+                model=want.model.name,
+                pool=want.pool,
+                wpg=None,
+                needed_bytes=want.image_bytes,
+                free_bytes=0,
+                sentence=f"model {want.model.name} needs a larger {want.pool} WPG than is held",
+            )
+            for want in wanted
+        )
+
+    def _may_fit(self, want: Wanted) -> bool:
+        """Whether a WPG of the configuration is large enough; it need not be held now."""
+        need, fits_host = want.image_bytes, host_need([want.image_bytes]) <= self._host_bytes
+        tables = [table for table in self._tables if table.pool == want.pool]
+        return fits_host and (
+            not tables or any(need <= self._device_bytes(table) for table in tables)
+        )
+
+    def _device_bytes(self, table: WpgSettings) -> int:
+        return int(table.options.get("device_bytes", self._memory))
+
     def _sites(self) -> list[Site]:
         return [
             Site(
                 wpg=held.wpg,
-                device_bytes=int(held.slot.table.options.get("device_bytes", self._memory)),
+                device_bytes=self._device_bytes(held.slot.table),
                 host_bytes=self._host_bytes,
             )
             for wpg, held in self.wpgs.items()

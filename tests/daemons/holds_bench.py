@@ -349,6 +349,7 @@ class Daemon:
             )
             self.hub._heard(address, done)
         await asyncio.sleep(TICK_S)
+        await self.writer.drain()
 
     async def row(self, hold: str) -> HoldRow:
         return await self.store.run(rows.get_hold, hold)
