@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -44,3 +44,10 @@ def visible_gpus(environment: Mapping[str, str]) -> list[str] | None:
     if "SLURM_JOB_ID" not in environment or "CUDA_VISIBLE_DEVICES" not in environment:
         return None
     return [each for each in environment["CUDA_VISIBLE_DEVICES"].split(",") if each]
+
+
+def devices_of(wanted: Sequence[int], gpus: Sequence[str] | None) -> str | None:
+    """CUDA_VISIBLE_DEVICES of a WPG, "" to leave it alone; ``None`` if they are not there."""
+    if gpus is None or not wanted:
+        return ""
+    return ",".join(gpus[each] for each in wanted) if max(wanted) < len(gpus) else None

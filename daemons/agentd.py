@@ -24,7 +24,7 @@ import zmq.asyncio
 from plexrl_slurm import logs
 from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.errors import PlexError
-from plexrl_slurm.daemons.agent_config import AgentConfig, visible_gpus
+from plexrl_slurm.daemons.agent_config import AgentConfig, devices_of, visible_gpus
 from plexrl_slurm.daemons.gang import Gang, GangLost
 from plexrl_slurm.daemons.host_tier import HostTier, tidy_siblings
 from plexrl_slurm.engines import ranklink
@@ -219,8 +219,9 @@ class Agent:
         for config in welcome.wpgs:
             if config.name in self._gangs:
                 continue
-            devices = self._devices(config)
+            devices = devices_of(config.devices, self._gpus)
             if devices is None:
+                self._lacks_gpus(config)
                 continue
             gang = Gang(
                 config,
@@ -237,14 +238,10 @@ class Agent:
             gang.start()
         self._tier.keep_only(deployments=welcome.deployments, snapshots=welcome.snapshots)
 
-    def _devices(self, config: tm.WpgConfig) -> str | None:
-        """CUDA_VISIBLE_DEVICES of a WPG, "" to leave it alone; ``None`` if they are not there."""
-        if self._gpus is None or not config.devices:
-            return ""
-        if max(config.devices) < len(self._gpus):
-            return ",".join(self._gpus[device] for device in config.devices)
+    def _lacks_gpus(self, config: tm.WpgConfig) -> None:
+        """A WPG that cannot be started here."""
         reason = (
-            f"Slurm gave node {self._config.node} {len(self._gpus)} GPUs and its WPGs need "
+            f"Slurm gave node {self._config.node} {len(self._gpus or ())} GPUs and its WPGs need "
             f"{max(config.devices) + 1}: correct gpus_per_node of the hold, or Slurm's gres.conf"
         )
         say(log, "gpus_missing", wpg=config.name, reason=reason)
@@ -261,7 +258,6 @@ class Agent:
                 )
             )
         )
-        return None
 
     async def _report(self, report: tm.Done | tm.WpgChanged) -> None:
         self._unacknowledged[report.number] = report

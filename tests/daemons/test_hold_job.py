@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from plexrl_slurm.core.ids import SlurmId
-from plexrl_slurm.daemons.agent_config import AgentConfig, visible_gpus
+from plexrl_slurm.daemons.agent_config import AgentConfig, devices_of, visible_gpus
 from plexrl_slurm.daemons.hold_job import submit_hold
 from plexrl_slurm.settings import Settings
 from plexrl_slurm.slurm.port import BatchJob
@@ -106,3 +106,10 @@ def test_an_agent_learns_its_node_from_slurm(
 )
 def test_only_slurms_own_gpus_count(environment: dict[str, str], gpus: list[str] | None) -> None:
     assert visible_gpus(environment) == gpus
+
+
+def test_a_wpg_gets_its_share_of_the_nodes_gpus_or_says_that_they_are_not_there() -> None:
+    assert devices_of([2, 3], ["4", "5", "6", "7"]) == "6,7"
+    assert devices_of([0, 1], ["4"]) is None
+    assert devices_of([0], []) is None
+    assert devices_of([0], None) == devices_of([], ["4"]) == ""
