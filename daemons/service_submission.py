@@ -7,7 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from plexrl_slurm.api.service import JobSubmission, Principal
-from plexrl_slurm.core.errors import BadInput, NotAdmitted, NotFound, UnknownModel
+from plexrl_slurm.core.errors import (
+    BadInput,
+    NotAdmitted,
+    NotFound,
+    SlurmUnavailable,
+    UnknownModel,
+)
 from plexrl_slurm.core.ids import JobId, SlurmId
 from plexrl_slurm.core.states import ENDED, JobState
 from plexrl_slurm.daemons.job_views import RELEASED, RESTARTS
@@ -125,7 +131,13 @@ class SubmissionCalls(SamplingCalls):
     async def bind_job(self, who: Principal, job_id: JobId, *, slurm_id: str) -> dict[str, Any]:
         row = await self.owned(who, job_id)
         found = await self._find(SlurmId(slurm_id))
-        if not found or any(status.uid not in (None, row.uid) for status in found.values()):
+        uids = {status.uid for status in found.values()}
+        if None in uids:  # it may become anybody's
+            raise SlurmUnavailable(
+                f"Slurm cannot say now whose job {slurm_id} is: see `squeue -j {slurm_id}`, "
+                f"and try again in a moment"
+            )
+        if uids != {row.uid}:
             raise NotFound("Slurm job", slurm_id)
         await self.store.run(self._bind, row, found, self.now_us())
         self._parts.wake_intake.set()

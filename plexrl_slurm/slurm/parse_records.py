@@ -10,7 +10,7 @@ from collections import defaultdict
 from plexrl_slurm.core.errors import SlurmUnavailable
 from plexrl_slurm.core.ids import SlurmId
 from plexrl_slurm.slurm.parse import forgotten, state_of
-from plexrl_slurm.slurm.parse_words import exit_pair, hosts, tasks, tres_gpus
+from plexrl_slurm.slurm.parse_words import exit_pair, hosts, printable, tasks, tres_gpus
 from plexrl_slurm.slurm.port import ENDED, JobStatus, PastJob, SlurmState
 
 #: ``--format``. The comments come last: only they may have line breaks.
@@ -117,7 +117,7 @@ def ended(output: bytes, separator: str) -> dict[SlurmId, JobStatus]:
                 exit_code=exit_pair(row["ExitCode"]) if state in ENDED else None,
                 uid=_whole(row["UID"]) if row["UID"].isdecimal() else None,
                 word=word,
-                name=row["JobName"],
+                name=printable(row["JobName"]),
                 user=row["User"],
                 account=row["Account"],
                 partition=row["Partition"],

@@ -90,6 +90,11 @@ def _bare(text: str) -> str:
     return re.sub(r"\([^)]*\)", "", text)
 
 
+def printable(text: str) -> str:
+    """A user's text, without what would move the cursor of those who see it."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
 def number(value: Any) -> int | None:
     """A plain number, or 23.02's ``{set, infinite, number}``; ``None``: unset or infinite."""
     if isinstance(value, dict):

@@ -9,6 +9,7 @@ from typing import Final
 
 from plexrl_slurm.core.errors import SlurmUnavailable
 from plexrl_slurm.core.ids import SlurmId
+from plexrl_slurm.slurm.parse_words import printable
 from plexrl_slurm.slurm.port import JobStatus, SlurmState
 
 _FIELDS: Final = ("JobArrayID", "UserID", "UserName", "Account", "State", "Name")
@@ -42,7 +43,7 @@ def queued_jobs(output: bytes, separator: str) -> Mapping[SlurmId, JobStatus]:
             uid=int(uid),
             user=user,
             account=account,
-            name=name,
+            name=printable(name),
             array_id=SlurmId(array) if task else None,
             array_task=int(task) if task.isdecimal() else None,
         )

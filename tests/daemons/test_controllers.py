@@ -366,6 +366,19 @@ def test_a_slurm_job_is_bound_to_one_row(play: Play) -> None:
     play(scene)
 
 
+def test_a_number_is_bound_only_while_slurm_says_whose_it_is(play: Play) -> None:
+    async def scene(bench: Bench) -> None:
+        # As when accounting does not answer: the number may be somebody else's one day.
+        bench.slurm.put("7", "WHO_KNOWS", uid=None)
+        job = await bench.submit()
+        with pytest.raises(SlurmUnavailable, match="cannot say now whose job 7 is"):
+            await bench.service.bind_job(ADA, job, slurm_id="7")
+        (row,) = await bench.rows()
+        assert row.slurm_id is None
+
+    play(scene)
+
+
 def test_an_array_that_is_bound_again_has_one_row_a_task(play: Play) -> None:
     async def scene(bench: Bench) -> None:
         for task in range(3):

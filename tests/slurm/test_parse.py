@@ -66,6 +66,10 @@ def newer(job: dict[str, Any]) -> dict[str, Any]:
     return job | changed
 
 
+def test_a_name_moves_nobodys_cursor() -> None:
+    assert one(name="\x1b[31mred\nline \u202e", comment="a\nb").name == "?[31mred?line ?"
+
+
 def test_a_name_of_any_bytes_hides_no_job() -> None:
     answer = recorded("squeue.json").replace(b'"name":"', b'"name":"\xff\xed\xa0\x80')
     assert answer != recorded("squeue.json")

@@ -42,7 +42,7 @@ def test_an_array_is_its_tasks_and_a_name_may_have_bars() -> None:
 def test_a_name_cannot_speak_for_another_job(forged: str) -> None:
     answer = lines(f"464;1001;plxalice;research;PENDING;x|\n{forged}\r\u2028")
     ((number, status),) = queued_jobs(answer, SEPARATOR).items()
-    assert (number, status.name) == ("464", f"x|\n{forged}\r\u2028")
+    assert (number, status.name) == ("464", f"x|?{forged}??")
 
 
 def test_nothing_is_nothing_and_garbage_is_no_answer() -> None:
