@@ -16,13 +16,15 @@ from plexrl_slurm.daemons.moves import Mover
 from plexrl_slurm.daemons.service_base import Parts
 from plexrl_slurm.db import holds as rows
 from plexrl_slurm.logs import say
-from plexrl_slurm.slurm.port import JobStatus
+from plexrl_slurm.slurm.port import ENDED, JobStatus
 
 log = logging.getLogger(__name__)
 
 
 #: A limit that Slurm took and does not show after so long was not raised.
 EXTEND_US = 60_000_000
+#: Slurm requeues the components of a hold one by one; one that it ends it ends in fewer looks.
+TORN_LOOKS = 5
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +59,18 @@ class LiveHold:
     #: Slurm's, or why it drains or waits.
     reason: str = ""
     unknown: int = 0
+    #: Looks in a row that found it requeued without all of its components.
+    torn: int = 0
+
+    def is_torn(self, status: JobStatus, jobs: Mapping[SlurmId, JobStatus]) -> bool:
+        """Whether Slurm will never start it again, because it has ended a component for good.
+
+        It does so if the first component has one node, and another, which has more, loses one.
+        """
+        others = [jobs.get(each) for each in status.components if each != self.slurm_id]
+        ended = any(each is None or each.state in ENDED for each in others)
+        self.torn = self.torn + 1 if status.restarts and ended else 0
+        return self.torn >= TORN_LOOKS
 
     def see_extension(self, at_us: int) -> None:
         """Whether Slurm's answer of that instant shows the limit that it was asked for."""

@@ -254,6 +254,12 @@ class HoldKeeper:
                 hold.restarts = status.restarts
             if hold.running_us is not None:
                 self._left(hold, now_us(), f"Slurm put hold {hold.id} back into its queue")
+            if hold.is_torn(status, self._parts.watch.jobs):
+                await self._cancel(hold)
+                self._ended(
+                    hold, now_us(), "Slurm requeued some of its components and ended others"
+                )
+                return
             # Asked too early, Slurm starts some components of a requeued job and not the others.
             waits = [status, *(self._parts.watch.jobs.get(c, status) for c in status.components)]
             if "BeginTime" in {c.reason for c in waits} and status.restarts and not hold.cancelled:

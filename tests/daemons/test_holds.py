@@ -188,6 +188,35 @@ def test_a_hold_that_was_requeued_and_runs_again_unseen_has_new_nodes_and_true_b
     play(scene)
 
 
+@pytest.mark.parametrize("other", ["FAILED", "gone", "PENDING"])
+def test_a_hold_that_slurm_requeued_without_a_component_is_replaced(play: Play, other: str) -> None:
+    """22.05: the first component has one node, the other two, and one of those is lost."""
+
+    async def scene(world: World) -> None:
+        daemon = await world.daemon()
+        hold = await daemon.hold("n1", "n2")
+        await daemon.all_up(hold, "n1", "n2")
+        await daemon.look()
+        number = daemon.keeper.live[hold].slurm_id
+        second = SlurmId(f"{number}1")
+        for look in range(20):
+            reason = "BeginTime" if look < 3 else "Resources"
+            world.slurm.put(
+                number, "PENDING", components=(number, second), reason=reason, restarts=1
+            )
+            world.slurm.put(second, "PENDING" if other == "PENDING" else "FAILED", leader=number)
+            if other == "gone":
+                del world.slurm.jobs[second]
+            await daemon.look()
+        torn = other != "PENDING"
+        assert (hold not in daemon.keeper.live) == torn
+        assert (("cancel", number) in world.slurm.told) == torn
+        assert submitted(world) == 1 + torn
+        assert await daemon.flaws(hold) == []
+
+    play(scene)
+
+
 def test_books_of_a_requeued_hold_do_not_overlap_though_the_daemon_was_started_again(
     play: Play,
 ) -> None:
