@@ -102,7 +102,7 @@ class Events:
 
         def renewed() -> bool:
             holds = self._partition.holds()
-            return name not in holds or holds[name]["limit_end_us"] > now_us() + 600_000_000
+            return name not in holds or (holds[name]["limit_end_us"] or 0) > now_us() + 600_000_000
 
         self._wait(renewed, "the renewal of the hold", ENGINES_S)
         holds = self._partition.holds()
@@ -177,8 +177,9 @@ class Events:
 
     def _victim(self) -> tuple[dict[str, Any], str]:
         """A training WPG in use, on the node of the batch script or not; and that node."""
+        (hold,) = self._partition.holds()
         ((batch_node,),) = self._partition.query(
-            "select batch_node from holds where ended_us is null"
+            f"select batch_node from holds where id = '{hold}'"
         )
         with self._partition.client() as client:
             homes = [name for job in client.jobs() for name in job["wpgs"]]
