@@ -23,6 +23,11 @@ class AgentConfig:
     #: Component of the hold that the node belongs to.
     component: int = 0
 
+    @property
+    def snapshots(self) -> Path | None:
+        """The shared folder, if there is one."""
+        return Path(self.snapshots_dir) if self.snapshots_dir else None
+
     @classmethod
     def read(cls, path: Path) -> "AgentConfig":
         """The file; where it names no node, Slurm's word for this one, which has its own folder."""

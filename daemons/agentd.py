@@ -62,11 +62,8 @@ class Agent:
         self._problem: BaseException | None = None
         #: GPUs that Slurm gave this node's agent; ``None``: it said nothing about GPUs.
         self._gpus = visible_gpus(os.environ)
-        self._tier = HostTier(
-            Path(config.host_dir),
-            snapshots=Path(config.snapshots_dir) if config.snapshots_dir else None,
-            writer=f"{config.agent}.{self._epoch}",
-        )
+        writer = f"{config.agent}.{self._epoch}"
+        self._tier = HostTier(Path(config.host_dir), snapshots=config.snapshots, writer=writer)
         self._private = Path(tempfile.mkdtemp(prefix="plexrl-agent-"))
         self._context = zmq.asyncio.Context()
         self._ranks = self._context.socket(zmq.ROUTER)
@@ -146,6 +143,8 @@ class Agent:
                 case tm.DropOrder():
                     self._tier.drop(command)
                     self._tidy()
+                    for wpg in [w for w, d in self._resident.items() if d in command.deployments]:
+                        del self._resident[wpg]
                 case tm.StopOrder():
                     self._clear_host = not command.keep_host
                     self._stop.set()
@@ -228,6 +227,8 @@ class Agent:
                 models=welcome.models,
                 endpoint=self._ranks_endpoint,
                 folder=Path(self._config.state_dir) / "ranks",
+                specs=self._private,
+                writer=self._tier.writer,
                 send=self._send_rank,
                 changed=self._gang_changed,
                 devices=devices,
@@ -365,6 +366,7 @@ class Agent:
 
     async def _save(self, order: tm.SaveOrder) -> None:
         gang, store = self._gangs[order.wpg], self._tier.store(order.wpg)
+        self._tier.returns(order.deployment)
         slot = store.begin()
         operations: list[ranklink.Operation] = [
             ranklink.Save(order.deployment, str(path), order.progress) for path in store.paths(slot)

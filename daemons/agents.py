@@ -269,7 +269,7 @@ class AgentHub:
                 )
                 self._acknowledge(address, report.number)
             case tm.Done(what="persist"):
-                self._persist_done(report)
+                self._persist_done(address, report)
                 self._acknowledge(address, report.number)
             case tm.Done():
                 if not report.ok:
@@ -308,10 +308,10 @@ class AgentHub:
                 WpgDown(at_us=now_us(), cause=CauseId(reason), wpg=WpgId(view.name), reason=reason)
             )
 
-    def _persist_done(self, done: tm.Done) -> None:
-        if done.deployment not in self._persisting:
-            return
-        _, asked = self._persisting[done.deployment]
+    def _persist_done(self, address: bytes, done: tm.Done) -> None:
+        where, asked = self._persisting.get(done.deployment, (b"", (0, 0)))
+        if where != address:
+            return  # nobody asked it, or not since the deployment came back to it
         if done.ok:
             self._persisted(done)
             after = self._persist_ended
@@ -416,6 +416,9 @@ class AgentHub:
         if view is not None and view.agent:
             order = tm.DropOrder(epoch=self._epoch, deployments=deployments, snapshots=[])
             self._post(view.agent, order)
+            for deployment in deployments:
+                if self._persisting.get(deployment, (b"",))[0] == view.agent:
+                    del self._persisting[deployment]  # the core has forgotten it with the move
 
     def _order_id(self) -> str:
         self._orders += 1

@@ -17,6 +17,7 @@ from plexrl_slurm.clock import now_us
 from plexrl_slurm.engines import ranklink
 from plexrl_slurm.engines.base import TRAIN_ENGINES
 from plexrl_slurm.logs import say
+from plexrl_slurm.memory.files import WRITER
 from plexrl_slurm.transport.messages import WpgConfig
 
 log = logging.getLogger(__name__)
@@ -52,18 +53,24 @@ class Gang:
         models: Mapping[str, Mapping[str, Any]],
         endpoint: str,
         folder: Path,
+        specs: Path,
+        writer: str,
         send: Callable[[bytes, bytes], Awaitable[None]],
         changed: Callable[["Gang", str], None],
         devices: str = "",
     ) -> None:
-        """``devices``: CUDA_VISIBLE_DEVICES of its ranks; "": as the agent's."""
+        """``folder`` is for logs, ``specs`` for what ranks read at their start: this agent's only,
+        for another node's gang may have the same name, or have had it and live on; ``writer``
+        keeps apart what both write; ``devices``: CUDA_VISIBLE_DEVICES of its ranks; "": as the
+        agent's."""
         self.config = config
         #: ``starting``, ``up`` or ``down``.
         self.state = "down"
         self.incarnation = 0
         self.pids: list[int] = []
         self._models, self._endpoint, self._folder = models, endpoint, folder
-        self._send, self._changed, self._devices = send, changed, devices
+        self._specs, self._writer, self._devices = specs, writer, devices
+        self._send, self._changed = send, changed
         self._processes: list[asyncio.subprocess.Process] = []
         self._up: set[int] = set()
         self._open: dict[str, _Open] = {}
@@ -214,6 +221,7 @@ class Gang:
             "OMP_NUM_THREADS": str(max(1, len(self.config.cores) // self.processes)),
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
+            WRITER: self._writer,
         }
         if self._devices:
             environment["CUDA_VISIBLE_DEVICES"] = self._devices
@@ -231,7 +239,7 @@ class Gang:
                 "cores": self._cores(rank),
                 "identity": self._identity(rank).decode(),
             }
-            path = self._folder / f"{self.config.name}.rank-{rank}.json"
+            path = self._specs / f"{self.config.name}.rank-{rank}.json"
             path.write_text(json.dumps(spec), encoding="utf-8")
             with open_log(self._folder / f"{self.config.name}.rank-{rank}.log") as output:
                 process = await asyncio.create_subprocess_exec(

@@ -4,11 +4,13 @@ import asyncio
 import fcntl
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from plexrl_slurm.core.errors import BadImage
+from plexrl_slurm.core.errors import BadImage, Denied, StorageFull
 from plexrl_slurm.memory import durable
+from plexrl_slurm.memory.files import part_name
 from plexrl_slurm.memory.images import Held, ImageStore
 from plexrl_slurm.transport import messages as tm
 
@@ -21,32 +23,57 @@ class HostTier:
     def __init__(self, host: Path, *, snapshots: Path | None, writer: str) -> None:
         """``snapshots``: a folder that all agents share, or ``None`` for one of its own;
         ``writer`` names the agent in what it writes to the durable tier."""
-        self._host, self._writer = host, writer
+        self._host, self.writer = host, writer
         self._shared = snapshots is not None
         self.snapshots = host / "snapshots" if snapshots is None else snapshots
-        self.snapshots.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._host.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._make()
         self._stores: dict[str, ImageStore] = {}
         #: Dropped while something was under way that may yet write them.
         self._dropped: set[str] = set()
         #: Snapshots that are being written.
         self._publishing: set[str] = set()
+        #: Copies to the durable tier, by deployment.
+        self._copying: dict[str, asyncio.Lock] = {}
         self._lock: int | None = None
 
     async def own(self) -> None:
-        """Wait until no other agent uses these folders; then tidy up."""
-        descriptor = os.open(self._host / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        while True:
+        """Wait until no other agent uses these folders; then tidy up.
+
+        Raises ``Denied`` if others can change what is in them.
+        """
+        self._refuse_foreign()
+        while self._lock is None:
+            self._make()
+            descriptor = os.open(self._host / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _is_at(descriptor, self._host / _LOCK):
+                    self._lock = descriptor
             except BlockingIOError:
                 await asyncio.sleep(0.2)
-            else:
-                break
-        self._lock = descriptor
+            finally:
+                if self._lock is None:
+                    os.close(descriptor)
         if not self._shared:
             for torn in self.snapshots.glob(".*.part"):
                 torn.unlink(missing_ok=True)
+
+    def _make(self) -> None:
+        """Again, if need be: another hold's agent may have taken them for left over."""
+        self.snapshots.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._host.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    def _refuse_foreign(self) -> None:
+        """The folder, and those above it that agents make: on a tmpfs anybody may be first."""
+        above = 3 if self._shared else 1
+        for folder in (self._host, *self._host.parents[:above]):
+            found = folder.stat()
+            sticky = found.st_mode & stat.S_ISVTX
+            if found.st_uid not in (0, os.geteuid()) or (found.st_mode & 0o002 and not sticky):
+                raise Denied(
+                    f"{folder} can be changed by other users (owner {found.st_uid}, mode "
+                    f"{found.st_mode & 0o7777:o}): remove it, or name another host_dir"
+                )
 
     def clear(self) -> None:
         """The hold is given back."""
@@ -90,9 +117,15 @@ class HostTier:
             return held
         slot = store.begin()
         try:
-            manifest = await asyncio.to_thread(
-                durable.read_image, Path(order.durable_path), store.paths(slot)
-            )
+            try:
+                manifest = await asyncio.to_thread(
+                    durable.read_image, Path(order.durable_path), store.paths(slot)
+                )
+            except StorageFull:
+                raise
+            except OSError as error:
+                why = f"cannot be read ({error.strerror})"
+                raise BadImage(order.durable_path, why) from error
             if manifest.deployment != order.incoming:
                 raise BadImage(order.durable_path, f"is of deployment {manifest.deployment}")
         except BaseException:
@@ -106,6 +139,11 @@ class HostTier:
 
         Raises ``BadImage`` and ``StorageFull``.
         """
+        # An earlier daemon's order may still be under way.
+        async with self._copying.setdefault(order.deployment, asyncio.Lock()):
+            return await self._persist(order)
+
+    async def _persist(self, order: tm.PersistOrder) -> Held:
         store = self._stores[order.wpg]
         held = store.find(order.deployment)
         if held is None:
@@ -115,7 +153,7 @@ class HostTier:
         store.pin(held.slot)
         try:
             await asyncio.to_thread(
-                durable.write_image, folder, store.paths(held.slot), writer=self._writer
+                durable.write_image, folder, store.paths(held.slot), writer=self.writer
             )
             if order.known is not None:
                 await asyncio.to_thread(durable.keep_newest, root, order.deployment, order.known)
@@ -144,9 +182,12 @@ class HostTier:
 
     # -- garbage -----------------------------------------------------------------------------
     def keep_only(self, *, deployments: Iterable[str], snapshots: Iterable[str]) -> None:
-        """Everything else is garbage."""
+        """Everything else is garbage. Of snapshots that all agents share it may be another's,
+        made since: they are the daemon's to delete."""
         for store in self.all_stores().values():
             store.keep_only(deployments)
+        if self._shared:
+            return
         wanted = set(snapshots)
         for path in self.snapshots.glob("*.safetensors"):
             if path.stem not in wanted:
@@ -177,7 +218,15 @@ class HostTier:
     def _delete_snapshot(self, snapshot: str) -> None:
         path = self.snapshot(snapshot)
         path.unlink(missing_ok=True)
-        path.with_name(f".{path.name}.part").unlink(missing_ok=True)
+        part_name(path, self.writer).unlink(missing_ok=True)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether the file has not been deleted since it was opened."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def tidy_siblings(host: Path, *, say: Callable[[str], None]) -> None:

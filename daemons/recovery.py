@@ -2,6 +2,7 @@
 from the agent's first hello. Kill -9 and restart are a pause for everybody else.
 """
 
+import asyncio
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from typing import Any
 from plexrl_slurm import wire
 from plexrl_slurm.core.ids import CallId, DeploymentId, JobId, WpgId
 from plexrl_slurm.core.messages import Call, FunctionKind, Pool
+from plexrl_slurm.daemons import shared_tier
 from plexrl_slurm.daemons.job_views import live_job
 from plexrl_slurm.daemons.service_base import Parts
 from plexrl_slurm.daemons.service_jobs import PartitionService
@@ -72,6 +74,12 @@ class Recovery:
             if row.token_sha256 is not None:
                 parts.state.tokens[row.token_sha256] = job.id
             await self._read_job(job)
+        await asyncio.to_thread(
+            shared_tier.sweep,
+            parts.settings,
+            deployments=list(parts.state.deployments),
+            snapshots=list(parts.state.snapshots),
+        )
         swept = parts.spool.sweep(
             calls={
                 call for live in parts.state.deployments.values() for call in live.calls.values()

@@ -12,6 +12,7 @@ from plexrl_slurm.api.service import Principal, SamplerInfo
 from plexrl_slurm.core.errors import BadInput, NotFound, UnknownModel
 from plexrl_slurm.core.ids import CallId, DeploymentId
 from plexrl_slurm.core.messages import Call, Deployment, FunctionKind, Pool
+from plexrl_slurm.daemons import shared_tier
 from plexrl_slurm.daemons.parts import tokens_of
 from plexrl_slurm.daemons.service_base import file_name
 from plexrl_slurm.daemons.service_training import TrainingCalls, session_number
@@ -327,6 +328,8 @@ class SamplingCalls(TrainingCalls):
         self.shell.drop(snapshot.id)
         if self._parts.hub is not None:
             self._parts.hub.drop(deployments=[], snapshots=[snapshot.id])
+        # No agent may be there.
+        shared_tier.drop_snapshot(self.settings, snapshot.id)
         self.writer.add(snapshots.drop_snapshot, snapshot.id, lazy=True)
         del self.state.snapshots[snapshot.id]
 

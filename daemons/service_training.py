@@ -20,6 +20,7 @@ from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import BadInput, ModelTooLarge, NotFound, UnknownModel
 from plexrl_slurm.core.ids import CallId, DeploymentId
 from plexrl_slurm.core.messages import Call, Deployment, FunctionKind, Pool
+from plexrl_slurm.daemons import shared_tier
 from plexrl_slurm.daemons.parts import cuts, tokens_of
 from plexrl_slurm.daemons.service_base import ServiceBase, file_name
 from plexrl_slurm.daemons.shell import Durable, Entry
@@ -221,9 +222,7 @@ class TrainingCalls(ServiceBase):
                 self.spool.drop_result(call, parts=entry.call.parts)
         if self._parts.hub is not None:
             self._parts.hub.drop(deployments=[live.id], snapshots=[])
-        asyncio.get_running_loop().run_in_executor(
-            None, durable.drop_images, self.settings.durable_dir, live.id
-        )
+        shared_tier.drop_images(self.settings, live.id)
         self.writer.add(_drop_deployment, live.id, self.now_us(), lazy=True)
 
     def image_persisted(self, done: tm.Done) -> None:
@@ -231,6 +230,7 @@ class TrainingCalls(ServiceBase):
         name = DeploymentId(done.deployment)
         live = self.state.deployments.get(name)
         if live is None or live.dropped:
+            shared_tier.drop_images(self.settings, name)  # it was copied meanwhile
             return
         known = self.shell.durable_progress(name)
         if known is not None and known >= done.progress:

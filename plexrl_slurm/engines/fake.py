@@ -28,7 +28,7 @@ from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import BadImage, BadInput, StorageFull
 from plexrl_slurm.engines.base import RankSpec
 from plexrl_slurm.engines.sampling import check_sample, top_k
-from plexrl_slurm.memory.files import storage_errors
+from plexrl_slurm.memory.files import part_name, storage_errors
 from plexrl_slurm.memory.slab import Slab, SlabHeader, SlabTensor
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -215,7 +215,7 @@ class FakeTrainEngine:
         data = msgspec.msgpack.encode(value)
         if self._spec.rank == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
-            part = path.with_name(f".{path.name}.part")
+            part = part_name(path)
             try:
                 with storage_errors(path.parent, len(data)):
                     part.write_bytes(data)

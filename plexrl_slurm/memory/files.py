@@ -25,6 +25,8 @@ _SAFETENSORS: Final = {
     "float16": "F16",
     "int64": "I64",
 }
+#: Variable that names whoever writes, in processes that are not alone.
+WRITER: Final = "PLEXRL_WRITER"
 _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2
 
@@ -103,9 +105,11 @@ def _write_all(descriptor: int, data: memoryview) -> None:
         data = data[os.write(descriptor, data[: 1 << 30]) :]
 
 
-def part_name(path: Path) -> Path:
-    """Where ``path`` is written before it is renamed: the same for every rank of a gang."""
-    return path.with_name(f".{path.name}.part")
+def part_name(path: Path, writer: str | None = None) -> Path:
+    """Where ``path`` is written before it is renamed: the same for every rank of a gang, and for
+    no other gang, which may be lost and still write. ``writer``: not this process."""
+    writer = os.environ.get(WRITER, "") if writer is None else writer
+    return path.with_name(f".{path.name}{f'.{writer}' if writer else ''}.part")
 
 
 def sync_folder(path: Path) -> None:

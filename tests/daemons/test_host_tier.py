@@ -1,0 +1,233 @@
+"""The tiers of agents: nobody deletes or spoils what another writes."""
+
+import asyncio
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plexrl_slurm.core.errors import BadImage, Denied
+from plexrl_slurm.daemons import shared_tier
+from plexrl_slurm.daemons.host_tier import HostTier
+from plexrl_slurm.memory import durable
+from plexrl_slurm.memory.files import WRITER, NamedBuffer, part_name, write_tensors
+from plexrl_slurm.transport import messages as tm
+from tests.daemons.holds_bench import World, settings_in, world_in
+from tests.memory.test_slab import make_header, write
+
+
+def tier_in(folder: Path, name: str = "h1.0", *, shared: bool = True) -> HostTier:
+    snapshots = folder / "snapshots" if shared else None
+    return HostTier(folder / "host" / "n1" / name, snapshots=snapshots, writer=name)
+
+
+def with_image(tier: HostTier, deployment: str = "a", progress: tuple[int, int] = (7, 1)) -> None:
+    store = tier.store("train-0", 1)
+    slot = store.begin()
+    write(store.paths(slot)[0], make_header(8), 7)
+    store.commit(slot, deployment=deployment, progress=progress)
+
+
+def persist_order(folder: Path) -> tm.PersistOrder:
+    return tm.PersistOrder(
+        epoch=1, id="1", wpg="train-0", deployment="a", folder=str(folder / "durable")
+    )
+
+
+def switch_order(folder: Path, **more: Any) -> tm.SwitchOrder:
+    return tm.SwitchOrder(
+        epoch=1,
+        id="1",
+        wpg="train-0",
+        incarnation=1,
+        incoming="a",
+        durable_path=str(folder / "durable" / "a" / "000000009.0000"),
+        durable_progress=(9, 0),
+        **more,
+    )
+
+
+# ---- folders -----------------------------------------------------------------------------------
+
+
+def test_an_agent_that_is_told_what_lives_deletes_no_snapshot_that_all_share(
+    tmp_path: Path,
+) -> None:
+    tier = tier_in(tmp_path)
+    made_since = tier.snapshot("made-since")
+    made_since.write_bytes(b"weights")
+    tier.keep_only(deployments=[], snapshots=["other"])
+    assert made_since.exists()
+
+
+def test_an_agent_that_shares_with_nobody_deletes_what_does_not_live(tmp_path: Path) -> None:
+    tier = tier_in(tmp_path, shared=False)
+    for name in ("lives", "gone"):
+        tier.snapshot(name).write_bytes(b"weights")
+    tier.keep_only(deployments=[], snapshots=["lives"])
+    assert tier.snapshot_names() == ["lives"]
+
+
+def test_a_snapshot_that_another_agent_is_writing_is_left_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, other = tier_in(tmp_path), tier_in(tmp_path, "h2.0")
+    path = other.snapshot("s")
+    monkeypatch.setenv(WRITER, other.writer)
+    being_written = part_name(path)
+    being_written.write_bytes(b"half")
+    mine.drop(tm.DropOrder(epoch=1, deployments=[], snapshots=["s"]))
+    assert being_written.exists()
+    other.drop(tm.DropOrder(epoch=1, deployments=[], snapshots=["s"]))
+    assert not being_written.exists()
+
+
+def test_two_gangs_that_write_one_file_do_not_meet_before_it_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, parts = tmp_path / "s.safetensors", set()
+    for writer in ("h1.0.n1.5", "h2.0.n2.6"):
+        monkeypatch.setenv(WRITER, writer)
+        parts.add(part_name(path))
+        buffer = NamedBuffer(name="w", dtype="float32", shape=(1,), data=memoryview(b"abcd"))
+        write_tensors(path, [buffer], durable=False)
+    assert len(parts) == 2
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_that_was_deleted_while_its_agent_started_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, real = tier_in(tmp_path), fcntl.flock
+    folder = tmp_path / "host" / "n1" / "h1.0"
+
+    def late(descriptor: int, how: int) -> None:
+        if folder.exists() and not seen:
+            seen.append(descriptor)
+            shutil.rmtree(folder)  # as another hold's agent does with what is left over
+        real(descriptor, how)
+
+    seen: list[int] = []
+    monkeypatch.setattr(fcntl, "flock", late)
+    asyncio.run(tier.own())
+    assert seen
+    assert (folder / "agent.lock").exists()
+    other = os.open(folder / "agent.lock", os.O_RDWR)
+    with pytest.raises(BlockingIOError):
+        real(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(other)
+
+
+@pytest.mark.parametrize("above", [0, 1, 3])
+def test_a_tier_that_other_users_can_change_is_refused(tmp_path: Path, above: int) -> None:
+    tier = HostTier(tmp_path / "a" / "b" / "c" / "d", snapshots=tmp_path / "s", writer="w")
+    folder = (tmp_path / "a" / "b" / "c" / "d" / "x").parents[above]
+    folder.chmod(0o777)
+    with pytest.raises(Denied, match="other users"):
+        asyncio.run(tier.own())
+    folder.chmod(0o1777)  # sticky, as /dev/shm is: nobody else renames or deletes what is ours
+    asyncio.run(tier.own())
+
+
+# ---- the durable tier --------------------------------------------------------------------------
+
+
+def test_a_durable_image_that_the_file_system_does_not_give_fails_one_switch_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stale(*_: object) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    tier = tier_in(tmp_path)
+    tier.store("train-0", 1)
+    monkeypatch.setattr(durable, "read_image", stale)
+    with pytest.raises(BadImage, match="Stale file handle"):
+        asyncio.run(tier.fetch(switch_order(tmp_path)))
+    assert tier.store("train-0").begin() == 0  # the slot is free again
+
+
+def test_copies_of_one_deployment_follow_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, real, under_way = tier_in(tmp_path), durable.write_image, 0
+
+    def slow(*arguments: Any, **named: Any) -> Any:
+        nonlocal under_way
+        under_way += 1
+        most.append(under_way)
+        asyncio.run(asyncio.sleep(0.02))
+        try:
+            return real(*arguments, **named)
+        finally:
+            under_way -= 1
+
+    most: list[int] = []
+    monkeypatch.setattr(durable, "write_image", slow)
+    with_image(tier)
+
+    async def both() -> None:
+        order = persist_order(tmp_path)
+        await asyncio.gather(tier.persist(order), tier.persist(order))
+
+    asyncio.run(both())
+    assert most == [1, 1]
+    assert (durable.folder_of(tmp_path / "durable", "a", (7, 1)) / "manifest.json").exists()
+
+
+# ---- garbage -----------------------------------------------------------------------------------
+
+
+def test_a_daemon_that_starts_deletes_what_belongs_to_nobody(tmp_path: Path) -> None:
+    settings = settings_in(tmp_path)
+    for name in ("s1-1.train.0", "s1-9.train.0"):
+        (settings.durable_dir / name / "000000001.0000").mkdir(parents=True)
+    settings.snapshots_dir.mkdir()
+    kept = {"live.v1.safetensors", ".live.v2.safetensors.h1.0.n1.5.part"}
+    gone = {"old.v1.safetensors", ".old.v2.safetensors.h1.0.n1.5.part"}
+    for name in kept | gone:
+        (settings.snapshots_dir / name).write_bytes(b"x")
+    shared_tier.sweep(settings, deployments=["s1-1:train:0"], snapshots=["live.v1", "live.v2"])
+    assert [path.name for path in settings.durable_dir.iterdir()] == ["s1-1.train.0"]
+    assert {path.name for path in settings.snapshots_dir.iterdir()} == kept
+
+
+Scene = Callable[[World], Coroutine[Any, Any, None]]
+
+
+def play(folder: Path, scene: Scene) -> None:
+    async def whole() -> None:
+        async with world_in(folder) as world:
+            await scene(world)
+
+    asyncio.run(whole())
+
+
+def test_an_image_that_was_copied_while_its_deployment_was_dropped_goes_too(
+    tmp_path: Path,
+) -> None:
+    async def scene(world: World) -> None:
+        daemon = await world.daemon()
+        folder = durable.folder_of(world.settings.durable_dir, "s1-1:train:0", (3, 0))
+        folder.mkdir(parents=True)
+        done = tm.Done(
+            number=1,
+            wpg="train-0",
+            order="1",
+            what="persist",
+            ok=True,
+            deployment="s1-1:train:0",
+            progress=(3, 0),
+        )
+        daemon.service.image_persisted(done)
+        for _ in range(100):
+            await asyncio.sleep(0.01)
+            if not folder.parent.exists():
+                break
+        assert not folder.parent.exists()
+
+    play(tmp_path, scene)
