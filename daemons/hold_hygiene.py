@@ -2,17 +2,18 @@
 
 import asyncio
 import logging
-import os
+from collections.abc import Mapping
 
 from plexrl_slurm.clock import now_us
-from plexrl_slurm.core.errors import SlurmRejected, SlurmUnavailable
+from plexrl_slurm.core.errors import Denied, SlurmRejected, SlurmUnavailable
 from plexrl_slurm.core.ids import SlurmId
 from plexrl_slurm.daemons.agents import AgentHub
-from plexrl_slurm.daemons.hold_job import comment_of, hold_name
+from plexrl_slurm.daemons.hold_job import is_hold, is_of_another
 from plexrl_slurm.daemons.layout import Place
 from plexrl_slurm.daemons.service_base import Parts
 from plexrl_slurm.logs import say
-from plexrl_slurm.slurm.port import JobStatus, SlurmState
+from plexrl_slurm.settings import Settings
+from plexrl_slurm.slurm.port import JobStatus
 
 log = logging.getLogger(__name__)
 
@@ -20,6 +21,18 @@ log = logging.getLogger(__name__)
 PATIENCE = 10
 #: The same of one that this daemon has not heard at all: a node's prolog may take minutes.
 UNHEARD = 40
+
+
+def refuse_others(settings: Settings, jobs: Mapping[SlurmId, JobStatus]) -> None:
+    """Raises ``Denied`` if a daemon with another ``state_dir`` holds GPUs for this partition: each
+    of the two would take the other's holds for its own."""
+    for slurm_id, status in jobs.items():
+        if is_hold(settings, status) and is_of_another(settings, status):
+            raise Denied(
+                f"partition {settings.partition!r} has a hold of another daemon (Slurm job "
+                f"{slurm_id}, {status.comment!r}), and state_dir here is {settings.state_dir}: "
+                f"take that partition down first, or give this one another name"
+            )
 
 
 class Hygiene:
@@ -52,10 +65,12 @@ class Hygiene:
 
     async def cancel_strays(self, known: set[SlurmId]) -> None:
         """Holds that a daemon submitted, and died before it could write them down."""
+        settings = self._parts.settings
         strays = {
             slurm_id
             for slurm_id, status in self._parts.watch.jobs.items()
-            if slurm_id not in known and self._is_ours(status)
+            if slurm_id not in known and is_hold(settings, status)
+            if not is_of_another(settings, status)
         }
         for slurm_id in strays & self._strays:
             say(log, "stray_hold_cancelled", slurm_id=slurm_id)
@@ -64,14 +79,3 @@ class Hygiene:
             except (SlurmRejected, SlurmUnavailable) as problem:
                 say(log, "slurm_refused", reason=problem)
         self._strays = strays
-
-    def _is_ours(self, status: JobStatus) -> bool:
-        settings = self._parts.settings
-        return (
-            status.name == hold_name(settings)
-            and status.uid == os.getuid()
-            and status.leader is None
-            and status.state in (SlurmState.PENDING, SlurmState.RUNNING)
-            and f" of partition {settings.partition}" in status.comment
-            and status.comment.startswith(comment_of(settings, "").split("  ")[0])
-        )

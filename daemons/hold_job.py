@@ -11,7 +11,7 @@ from plexrl_slurm.core.ids import SlurmId
 from plexrl_slurm.daemons.agent_config import AgentConfig
 from plexrl_slurm.daemons.layout import LOCALHOST
 from plexrl_slurm.settings import Settings
-from plexrl_slurm.slurm.port import BatchJob, SlurmPort
+from plexrl_slurm.slurm.port import BatchJob, JobStatus, SlurmPort, SlurmState
 from plexrl_slurm.slurm.templates import fill, render
 from plexrl_slurm.slurm_settings import ComponentSettings
 
@@ -69,7 +69,29 @@ def hold_name(settings: Settings) -> str:
 def comment_of(settings: Settings, hold: str) -> str:
     """The Slurm comment of a hold, by which it is found again."""
     own = f" {settings.hold.comment}" if settings.hold.comment else ""
-    return f"plexrl hold {hold} of partition {settings.partition}{own}"
+    return f"plexrl hold {hold}{_of_partition(settings)} in {settings.state_dir}{own}"
+
+
+def is_hold(settings: Settings, status: JobStatus) -> bool:
+    """Whether a Slurm job of ours is a live hold of a partition with this name."""
+    return (
+        status.name == hold_name(settings)
+        and status.uid == os.getuid()
+        and status.leader is None
+        and status.state in (SlurmState.PENDING, SlurmState.RUNNING)
+        and status.comment.startswith("plexrl hold ")
+        and f"{_of_partition(settings)} " in f"{status.comment} "
+    )
+
+
+def is_of_another(settings: Settings, status: JobStatus) -> bool:
+    """Whether a hold is of a daemon with another ``state_dir``; older ones do not say."""
+    said, where = f"{status.comment} ", f"{_of_partition(settings)} in "
+    return where in said and f"{where}{settings.state_dir} " not in said
+
+
+def _of_partition(settings: Settings) -> str:
+    return f" of partition {settings.partition}"
 
 
 def _config(settings: Settings, hold: str, endpoint: str) -> AgentConfig:

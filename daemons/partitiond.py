@@ -24,12 +24,13 @@ from plexrl_slurm.api.munge import Munge
 from plexrl_slurm.api.server import Tls, serve
 from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.costs import SwitchCosts
-from plexrl_slurm.core.errors import Denied, PlexError
+from plexrl_slurm.core.errors import Denied, PlexError, StorageFull
 from plexrl_slurm.core.policy import find_policy
 from plexrl_slurm.core.scheduler import SchedulerCore
 from plexrl_slurm.core.states import JobState
 from plexrl_slurm.daemons.accounting import Accounting
 from plexrl_slurm.daemons.agents import AgentHub
+from plexrl_slurm.daemons.hold_hygiene import refuse_others
 from plexrl_slurm.daemons.holds import HoldKeeper
 from plexrl_slurm.daemons.intake import Intake
 from plexrl_slurm.daemons.moves import Mover
@@ -47,6 +48,7 @@ from plexrl_slurm.db import schema
 from plexrl_slurm.db.engine import open_database
 from plexrl_slurm.db.store import Store
 from plexrl_slurm.logs import say
+from plexrl_slurm.memory.files import storage_errors
 from plexrl_slurm.settings import Settings
 from plexrl_slurm.slurm.choose import make_cluster_port
 from plexrl_slurm.slurm.local import LocalSlurm
@@ -154,6 +156,9 @@ class Daemon:
         mover = Mover(parts, service, recovery)
         shell.on_drained = mover.wpg_drained
         keeper = parts.holds = HoldKeeper(parts, hub, mover, endpoint=endpoint)
+        if config.backend == "slurm":
+            await watch.look()
+            refuse_others(config, watch.jobs)
         await keeper.adopt()
         for _ in range(2):  # the second sees what the first one submitted
             await watch.look()
@@ -166,7 +171,7 @@ class Daemon:
             tls=_tls(config),
         )
         parts.url = config.url or _url(config, serving.port)
-        (config.state_dir / "api.port").write_text(f"{serving.port}\n")
+        _remember_port(config, serving.port)
         say(log, "serving", partition=config.partition, url=parts.url, holds=sorted(keeper.live))
         intake = Intake(parts, service)
         running: list[Coroutine[Any, Any, Any]] = [
@@ -237,10 +242,29 @@ def _url(config: Settings, port: int) -> str:
 
 def _port(config: Settings) -> int:
     """The configured port; with 0, the one that an earlier daemon got, so that clients find us."""
-    remembered = config.state_dir / "api.port"
-    if config.listen_port == 0 and remembered.exists():
-        return int(remembered.read_text())
-    return config.listen_port
+    remembered = _remembered_port(config)
+    return config.listen_port if config.listen_port or remembered is None else remembered
+
+
+def _remembered_port(config: Settings) -> int | None:
+    """``None`` if there is none, or the disk was full when it was written."""
+    try:
+        return int((config.state_dir / "api.port").read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def _remember_port(config: Settings, port: int) -> None:
+    """A full disk must not cost a daemon its start, nor the next one the port."""
+    if _remembered_port(config) == port:
+        return
+    try:
+        with storage_errors(config.state_dir, 8):
+            part = config.state_dir / ".api.port"
+            part.write_text(f"{port}\n")
+            part.rename(config.state_dir / "api.port")
+    except StorageFull as problem:
+        say(log, "port_not_remembered", reason=problem)
 
 
 async def serve_partition(config: Settings) -> None:

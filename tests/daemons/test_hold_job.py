@@ -1,16 +1,19 @@
 """The script of a hold: what sbatch is told, and what runs on the nodes."""
 
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from plexrl_slurm.core.errors import Denied
 from plexrl_slurm.core.ids import SlurmId
 from plexrl_slurm.daemons.agent_config import AgentConfig, devices_of, visible_gpus
-from plexrl_slurm.daemons.hold_job import submit_hold
+from plexrl_slurm.daemons.hold_hygiene import refuse_others
+from plexrl_slurm.daemons.hold_job import comment_of, is_hold, is_of_another, submit_hold
 from plexrl_slurm.settings import Settings
-from plexrl_slurm.slurm.port import BatchJob
+from plexrl_slurm.slurm.port import BatchJob, JobStatus, SlurmState
 from plexrl_slurm.slurm_settings import ComponentSettings, HoldSettings, SlurmSettings
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "hold.sbatch"
@@ -65,6 +68,46 @@ def test_the_script_is_the_golden_one(tmp_path: Path, request: pytest.FixtureReq
         GOLDEN.write_text(text)
     assert text == GOLDEN.read_text()
     assert job.name == "plexrl-hold-rlvr" and job.output == f"{tmp_path}/holds/h3.log"
+
+
+def comment(folder: Path, **hold: Any) -> str:
+    return comment_of(settings(folder, **hold), "h3")
+
+
+def hold(folder: Path, said: str, **facts: Any) -> tuple[bool, bool]:
+    """Whether the daemon of ``folder`` takes a Slurm job for a hold, and for another daemon's."""
+    values: dict[str, Any] = {"name": "plexrl-hold-rlvr", "uid": os.getuid()}
+    status = JobStatus(state=SlurmState.RUNNING, comment=said, **(values | facts))
+    ours = settings(folder)
+    return is_hold(ours, status), is_of_another(ours, status)
+
+
+def test_a_hold_is_known_by_its_name_its_user_and_the_state_dir_in_its_comment() -> None:
+    here, other = Path("/shared/rlvr"), Path("/shared/rlvr-2")
+    for own in ("", "see the wiki in /shared/rlvr-2"):
+        assert hold(here, comment(here, comment=own)) == (True, False)
+        assert hold(here, comment(other, comment=own)) == (True, True)
+        assert hold(other, comment(here, comment=own)) == (True, True)
+    assert hold(here, "plexrl hold h1 of partition rlvr") == (True, False)
+    assert not hold(here, comment(here), uid=os.getuid() + 1)[0]
+    assert not hold(here, comment(here), leader=SlurmId("6"))[0]
+    assert not hold(here, comment(here), name="mine")[0]
+    assert not hold(here, "mine")[0]
+    assert not hold(here, "plexrl hold h1 of partition rlvr2 in /shared/rlvr")[0]
+
+
+def test_a_daemon_refuses_to_share_a_partition_with_one_of_another_state_dir() -> None:
+    here, other = Path("/shared/rlvr"), Path("/shared/old")
+    values: dict[str, Any] = {"name": "plexrl-hold-rlvr", "uid": os.getuid()}
+
+    def job(folder: Path) -> JobStatus:
+        return JobStatus(state=SlurmState.PENDING, comment=comment(folder), **values)
+
+    refuse_others(settings(here), {SlurmId("7"): job(here)})
+    with pytest.raises(
+        Denied, match=r"Slurm job 8, .* in /shared/old'.* here is /shared/rlvr: take"
+    ):
+        refuse_others(settings(here), {SlurmId("7"): job(here), SlurmId("8"): job(other)})
 
 
 def test_the_script_is_bash_and_its_files_are_the_services_own(tmp_path: Path) -> None:
