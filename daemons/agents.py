@@ -4,6 +4,8 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import asdict, dataclass, field
 
+import msgspec
+
 from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.ids import CallId, CauseId, DeploymentId, WpgId
 from plexrl_slurm.core.messages import Call, Persist, Run, SaveImage, Switch, WpgDown, WpgUp
@@ -160,7 +162,11 @@ class AgentHub:
     async def listen(self) -> None:
         """Hear the agents for ever."""
         while True:
-            address, report = await self._server.receive()
+            try:
+                address, report = await self._server.receive()
+            except msgspec.DecodeError as problem:  # an agent of another version
+                say(log, "report_unreadable", reason=problem)
+                continue
             agent = self.agents.get(address)
             if isinstance(report, tm.Hello):
                 await self._hello(address, report)

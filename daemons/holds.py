@@ -77,6 +77,8 @@ class HoldKeeper:
         self._closing = False
         #: One look at a time.
         self._looking = asyncio.Lock()
+        #: Every hold of the database is known: what has no WPG now has lost it.
+        self._adopted = False
 
     # -- start -------------------------------------------------------------------------------
     async def adopt(self) -> None:
@@ -105,6 +107,7 @@ class HoldKeeper:
             say(log, "hold_found", hold=hold.id, slurm_id=hold.slurm_id, wpgs=sorted(hold.wpgs))
             if row.draining and hold.wpgs:
                 self._drain(hold, row.reason)
+        self._adopted = True
         for wpg in self._mover.inhabited() - self._parts.placer.wpgs.keys():
             self._mover.gone(wpg)
 
@@ -354,7 +357,8 @@ class HoldKeeper:
         if hold.releasing_us is None and not hold.came_up:
             self._failed_us.append(now_us())
         self._parts.writer.add(hold_writes.end, hold.id, max(at_us, hold.submitted_us))
-        self._mover.resettle(reason)
+        if self._adopted:
+            self._mover.resettle(reason)
 
     # -- actions -----------------------------------------------------------------------------
     async def _do(self, action: HoldAction) -> None:

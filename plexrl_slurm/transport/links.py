@@ -1,6 +1,7 @@
 """Both ends of the daemon-agent link. Bytes and addresses; what they mean is the caller's."""
 
 import asyncio
+import socket
 from pathlib import Path
 from typing import Final, Self
 
@@ -8,6 +9,7 @@ import zmq
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
+from plexrl_slurm.core.errors import Denied
 from plexrl_slurm.transport import messages
 from plexrl_slurm.transport.keys import agent_keys, server_keys
 
@@ -55,7 +57,8 @@ class AgentServer:
         self._auth = AsyncioAuthenticator(self._context)
 
     def start(self, host: str) -> str:
-        """Listen where an earlier daemon listened, or anywhere free; returns the endpoint."""
+        """Listen at the port where an earlier daemon listened, or at any free one; returns the
+        endpoint. Raises ``Denied`` where that is not possible."""
         keys, agents = server_keys(self._state_dir), agent_keys(self._state_dir)
         self._auth.start()
         self._auth.configure_curve_callback(domain="*", credentials_provider=_Only(agents.public))
@@ -68,12 +71,18 @@ class AgentServer:
         # A restarted agent takes over its old identity at once.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         remembered = self._state_dir / "agents.endpoint"
-        endpoint = remembered.read_text().strip() if remembered.exists() else ""
-        if endpoint:
-            self._socket.bind(endpoint)
-        else:
-            port = self._socket.bind_to_random_port(f"tcp://{host}")
-            endpoint = f"tcp://{host}:{port}"
+        before = remembered.read_text().strip() if remembered.exists() else ""
+        port = before.rpartition(":")[2] or "*"
+        try:
+            self._socket.bind(f"tcp://{socket.gethostbyname(host)}:{port}")
+        except (zmq.ZMQError, OSError) as error:
+            raise Denied(
+                f"the daemon cannot listen for agents at {host}, port {port} ({error}): correct "
+                f"hold.agent_address, or end what listens there"
+            ) from error
+        bound = str(self._socket.get_string(zmq.LAST_ENDPOINT)).rstrip("\0")
+        endpoint = f"tcp://{host}:{bound.rpartition(':')[2]}"
+        if endpoint != before:
             remembered.write_text(endpoint + "\n")
         return endpoint
 

@@ -14,6 +14,7 @@ from plexrl_slurm.daemons import hold_hygiene, hold_job
 from plexrl_slurm.daemons import holds as module
 from plexrl_slurm.daemons import watch as watch_module
 from plexrl_slurm.db import holds as rows
+from plexrl_slurm.db import queue
 from plexrl_slurm.transport import messages as tm
 from tests.daemons.holds_bench import Daemon, World, world_in
 
@@ -151,6 +152,32 @@ def test_a_node_whose_agent_never_says_hello_is_lost_in_the_end(
         assert {place.node for place in daemon.keeper.live[hold].places} == {"n1"}
 
     play(scene)
+
+
+def test_a_job_stays_where_it_is_though_another_hold_ended_while_no_daemon_was_there(
+    play: Play,
+) -> None:
+    async def scene(world: World) -> None:
+        daemon = await world.daemon()
+        while len(daemon.keeper.live) < 3:
+            await daemon.look()
+        holds = list(daemon.keeper.live)
+        for number, hold in enumerate(holds):
+            daemon.give_nodes(hold, f"n{number}")
+        await daemon.look()
+        job = await daemon.job()
+        last = daemon.keeper.live[holds[2]]
+        homes = {str(held.slot.pool): str(wpg) for wpg, held in last.wpgs.items()}
+        await world.store.run(queue.set_homes, job.id, homes)
+        await daemon.die()
+        daemon.end(daemon.keeper.live[holds[1]].slurm_id, end_us=now_us())
+        daemon = await world.daemon()
+        await daemon.look()
+        assert holds[1] not in daemon.keeper.live
+        found = {str(pool): str(wpg) for pool, wpg in daemon.state.jobs[job.id].homes.items()}
+        assert found == homes
+
+    play(scene, min=3, max=3)
 
 
 # ---- requeued while nobody looked --------------------------------------------------------------
