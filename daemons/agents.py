@@ -283,7 +283,10 @@ class AgentHub:
                     if (view := self.wpgs.get(report.wpg)) is not None:
                         view.reason = report.error
                 self._shell.switch_ended(
-                    WpgId(report.wpg), ok=report.ok, moved_bytes=report.moved_bytes
+                    WpgId(report.wpg),
+                    ok=report.ok,
+                    moved_bytes=report.moved_bytes,
+                    error=report.error,
                 )
                 self._acknowledge(address, report.number)
             case tm.Hello() | tm.Beat():

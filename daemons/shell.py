@@ -5,6 +5,7 @@ one turn of the loop are planned once, at its end.
 """
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -278,7 +279,7 @@ class Shell:
             except StorageFull as problem:
                 say(log, "part_not_kept", call=call, part=part, reason=problem)
 
-    def switch_ended(self, wpg: WpgId, *, ok: bool, moved_bytes: int) -> None:
+    def switch_ended(self, wpg: WpgId, *, ok: bool, moved_bytes: int, error: str = "") -> None:
         """An agent says that a switch or a save ended."""
         step = self._moving.get(wpg)
         if ok:
@@ -288,7 +289,9 @@ class Shell:
         elif ok and isinstance(step, Switch) and step.outgoing is not None:
             self._books.image(wpg, step.outgoing, step.outgoing_progress, moved_bytes)
         cause = step.cause if step is not None else CauseId(f"agent of {wpg}")
-        event = SwitchEnded(at_us=now_us(), cause=cause, wpg=wpg, ok=ok, moved_bytes=moved_bytes)
+        event = SwitchEnded(
+            at_us=now_us(), cause=cause, wpg=wpg, ok=ok, moved_bytes=moved_bytes, error=error
+        )
         if ok:
             self.feed(event)
         else:
@@ -298,15 +301,7 @@ class Shell:
         if self._moving.get(event.wpg) is not step:
             return  # the WPG went down meanwhile, and may be at another one
         self._moving.pop(event.wpg, None)
-        self.feed(
-            SwitchEnded(
-                at_us=now_us(),
-                cause=event.cause,
-                wpg=event.wpg,
-                ok=event.ok,
-                moved_bytes=event.moved_bytes,
-            )
-        )
+        self.feed(dataclasses.replace(event, at_us=now_us()))
 
     # -- decisions out -----------------------------------------------------------------------
     def _plan(self) -> None:

@@ -376,6 +376,7 @@ def _switch_ended(books: Books, lane: Lane, event: SwitchEnded, out: list[AnyIns
             incoming.failures += 1
             if incoming.failures >= books.max_attempts:
                 reason = f"its state could not be brought in {incoming.failures} times"
+                reason += f" ({event.error})" if event.error else ""
                 incoming.failures = 0
                 books.break_off(lane, incoming, reason, cause, out)
     for tenant in (outgoing, incoming):

@@ -258,6 +258,8 @@ class SwitchEnded(Event):
     ok: bool
     #: Bytes that were moved.
     moved_bytes: int = 0
+    #: Why it failed, for the user; may be "".
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

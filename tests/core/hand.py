@@ -174,9 +174,16 @@ class Hand:
         )
         return self._then(self.core.handle(event))
 
-    def switched(self, *, ok: bool = True, moved_bytes: int = 0) -> list[AnyInstruction]:
+    def switched(
+        self, *, ok: bool = True, moved_bytes: int = 0, error: str = ""
+    ) -> list[AnyInstruction]:
         event = SwitchEnded(
-            wpg=self.wpg.id, ok=ok, moved_bytes=moved_bytes, at_us=self.now, cause=CAUSE
+            wpg=self.wpg.id,
+            ok=ok,
+            moved_bytes=moved_bytes,
+            error=error,
+            at_us=self.now,
+            cause=CAUSE,
         )
         return self._then(self.core.handle(event))
 

@@ -165,8 +165,9 @@ def test_a_state_that_cannot_be_brought_in_fails_its_calls(train: Hand) -> None:
     train.arrive(call(trained(3, "c"), FB, 4))
     train.switched(ok=False)
     train.switched(ok=False)
-    reason = "its state could not be brought in 3 times"
-    assert short(train.switched(ok=False)) == [f"fail c/4: {reason}"]
+    reason = "its state could not be brought in 3 times (the image is damaged)"
+    last = train.switched(ok=False, error="the image is damaged")
+    assert short(last) == [f"fail c/4: {reason}"]
 
 
 # -- losses -------------------------------------------------------------------------------

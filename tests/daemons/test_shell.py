@@ -119,10 +119,11 @@ def test_a_failed_switch_is_told_after_a_pause(
     async def story() -> None:
         bench = Bench(tmp_path)
         await bench.switch("a")
-        bench.shell.switch_ended(WPG, ok=False, moved_bytes=0)
+        bench.shell.switch_ended(WPG, ok=False, moved_bytes=0, error="it is damaged")
         assert bench.ends_of_switches() == []
         await asyncio.sleep(0.05)
-        assert [event.ok for event in bench.ends_of_switches()] == [False]
+        told = [(event.ok, event.error) for event in bench.ends_of_switches()]
+        assert told == [(False, "it is damaged")]
 
     asyncio.run(story())
 
