@@ -84,9 +84,28 @@ def lock(config: Settings) -> int:
             f"partition {config.partition!r} has a daemon already (pid {pid}): "
             f"stop it with `plexrl partition down --no-release` first"
         ) from None
+    try:
+        _claim(config)
+    except Denied:
+        os.close(descriptor)
+        raise
     os.ftruncate(descriptor, 0)
     os.write(descriptor, f"{os.getpid()}\n".encode())
     return descriptor
+
+
+def _claim(config: Settings) -> None:
+    """Another partition's folder has its keys: its agents and jobs would take us for it."""
+    marker = config.state_dir / "partition"
+    owner = marker.read_text().strip() if marker.exists() else ""
+    if owner not in ("", config.partition):
+        raise Denied(
+            f"{config.state_dir} is the state_dir of partition {owner!r}: give "
+            f"{config.partition!r} one of its own, or remove {marker} if you renamed the partition "
+            f"after `plexrl partition down`"
+        )
+    if not owner:
+        marker.write_text(f"{config.partition}\n")
 
 
 class Daemon:

@@ -1,18 +1,20 @@
 """What one daemon leaves in state_dir for the next."""
 
 import errno
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from plexrl_slurm.core.errors import Denied
 from plexrl_slurm.daemons import partitiond
 from plexrl_slurm.settings import Settings
 
 
-def settings(folder: Path, port: int = 0) -> Settings:
+def settings(folder: Path, port: int = 0, partition: str = "rlvr") -> Settings:
     return Settings(
-        partition="rlvr",
+        partition=partition,
         state_dir=folder,
         database_url="",
         host_dir=folder,
@@ -50,3 +52,14 @@ def test_a_full_disk_does_not_cost_the_port_that_is_remembered(
     monkeypatch.setattr(Path, "write_text", full)
     partitiond._remember_port(settings(tmp_path), 5555)
     assert partitiond._port(settings(tmp_path)) == 4321
+
+
+def test_a_state_dir_is_one_partitions(tmp_path: Path) -> None:
+    for _ in range(2):
+        os.close(partitiond.lock(settings(tmp_path)))
+    said = (tmp_path / "partitiond.pid").read_text()
+    with pytest.raises(Denied, match="is the state_dir of partition 'rlvr': give 'other' one"):
+        partitiond.lock(settings(tmp_path, partition="other"))
+    assert (tmp_path / "partitiond.pid").read_text() == said == f"{os.getpid()}\n"
+    (tmp_path / "partition").unlink()
+    os.close(partitiond.lock(settings(tmp_path, partition="other")))
