@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,7 +28,7 @@ def test_every_exit_code_is_documented_once() -> None:
 
 
 @pytest.mark.parametrize("words", [("--help",), ("squeue",)], ids=" ".join)
-def test_start_up_is_quick_and_imports_nothing_heavy(home: Path, words: tuple[str, ...]) -> None:
+def test_start_up_imports_nothing_heavy(home: Path, words: tuple[str, ...]) -> None:
     code = (
         "import sys\n"
         "from plexrl_slurm.cli.main import main\n"
@@ -39,22 +38,15 @@ def test_start_up_is_quick_and_imports_nothing_heavy(home: Path, words: tuple[st
         f"    print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    spent = []
-    for _ in range(3):
-        begin = time.perf_counter()
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=home,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        spent.append(time.perf_counter() - begin)
-        assert done.stderr.splitlines()[-1] == "[]"
-    if words == ("--help",):
-        # 0.15 s on an idle core; the best of three, because the tests share the machine.
-        assert min(spent) < 1.0
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=home,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stderr.splitlines()[-1] == "[]"
 
 
 @pytest.mark.parametrize(
