@@ -192,6 +192,7 @@ class AgentHub:
         )
         if known is not None and known.epoch == hello.epoch and known.refused:
             # It was declared lost; what it has is another's since.
+            say(log, "agent_came_back_and_is_stopped", agent=hello.agent, pid=hello.pid)
             await self._server.send(address, self._stop_order())
             return
         self.agents[address] = agent

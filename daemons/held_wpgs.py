@@ -145,11 +145,15 @@ class HeldWpgs:
         say(log, "node_lost", hold=hold.id, node=place.node, reason=reason)
         hold.places.discard(place)
         hold.lost_nodes += 1
-        at_us = now_us()
-        self.faults.append(Fault(node=place.node, at_us=at_us, reason=reason))
-        self._parts.writer.add(_fault, self._settings.partition, place.node, reason, at_us)
-        self.drop_place(hold, place, at_us, reason)
+        self.note_fault(place.node, reason)
+        self.drop_place(hold, place, now_us(), reason)
         self._mover.resettle(reason)
+
+    def note_fault(self, node: str, reason: str) -> None:
+        """A node that fails often is left out for a while."""
+        at_us = now_us()
+        self.faults.append(Fault(node=node, at_us=at_us, reason=reason))
+        self._parts.writer.add(_fault, self._settings.partition, node, reason, at_us)
 
     def drop_place(self, hold: LiveHold, place: Place, at_us: int, reason: str) -> None:
         """The hold does not have this node any more."""

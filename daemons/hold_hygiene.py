@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import Any
 
 from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.errors import Denied, SlurmRejected, SlurmUnavailable
@@ -13,7 +14,7 @@ from plexrl_slurm.daemons.layout import Place
 from plexrl_slurm.daemons.service_base import Parts
 from plexrl_slurm.logs import say
 from plexrl_slurm.settings import Settings
-from plexrl_slurm.slurm.port import JobStatus
+from plexrl_slurm.slurm.port import JobStatus, NodeStatus
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +63,22 @@ class Hygiene:
             if now - max(since_us, self._awake_us) > UNHEARD * timeout_us
         ]
         return [*silent, *unheard, *self._hub.hopeless()]
+
+    async def broken(self, places: Collection[Place]) -> list[tuple[Place, str]]:
+        """Those whose node Slurm cannot use: one of them is why it took the hold back."""
+        port: Any = self._parts.port
+        if self._parts.settings.backend != "slurm":
+            return []
+        try:
+            nodes: Mapping[str, NodeStatus] = await asyncio.to_thread(port.nodes)
+        except (SlurmRejected, SlurmUnavailable) as problem:
+            say(log, "slurm_refused", reason=problem)
+            return []
+        return [
+            (place, f"Slurm took the hold back while node {place.node} was {node.state}")
+            for place in places
+            if (node := nodes.get(place.node)) is not None and not node.usable
+        ]
 
     async def cancel_strays(self, known: set[SlurmId]) -> None:
         """Holds that a daemon submitted, and died before it could write them down."""

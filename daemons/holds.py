@@ -256,6 +256,8 @@ class HoldKeeper:
                 say(log, "hold_requeued", hold=hold.id, reason=status.reason)
                 hold.restarts = status.restarts
             if hold.running_us is not None:
+                for place, why in await self._hygiene.broken(hold.places):
+                    self._wpgs.note_fault(place.node, why)
                 self._left(hold, now_us(), f"Slurm put hold {hold.id} back into its queue")
             if hold.is_torn(status, self._parts.watch.jobs):
                 await self._cancel(hold)

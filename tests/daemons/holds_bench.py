@@ -37,7 +37,7 @@ from plexrl_slurm.db.models import HoldRow
 from plexrl_slurm.db.schema import upgrade
 from plexrl_slurm.db.store import Store
 from plexrl_slurm.settings import Settings, WpgSettings
-from plexrl_slurm.slurm.port import BatchJob, JobStatus, SlurmState
+from plexrl_slurm.slurm.port import BatchJob, JobStatus, NodeStatus, SlurmState
 from plexrl_slurm.slurm_settings import ComponentSettings, HoldSettings
 from plexrl_slurm.transport import messages as tm
 
@@ -65,6 +65,8 @@ class Slurm:
         self.told: list[tuple[str, str]] = []
         #: Raised by every question and every order.
         self.error: Exception | None = None
+        #: Nodes that cannot be used.
+        self.down: set[str] = set()
         self._number = 100
 
     def put(self, number: str, state: str, **facts: Any) -> None:
@@ -90,6 +92,16 @@ class Slurm:
         self.told.append(("submit", number))
         self.put(number, "PENDING", reason="Priority")
         return number
+
+    def nodes(self) -> Mapping[str, NodeStatus]:
+        self._fail()
+        names = {node for job in self.jobs.values() for node in job.nodes} | self.down
+        return {
+            name: NodeStatus(
+                state="DOWN" if name in self.down else "IDLE", usable=name not in self.down
+            )
+            for name in names
+        }
 
     def cancel(self, job: SlurmId) -> None:
         self._do("cancel", job)

@@ -215,6 +215,23 @@ def test_a_hold_that_was_requeued_and_runs_again_unseen_has_new_nodes_and_true_b
     play(scene)
 
 
+def test_the_node_that_is_down_when_slurm_requeues_a_hold_is_blamed(play: Play) -> None:
+    async def scene(world: World) -> None:
+        daemon = await world.daemon()
+        hold = await daemon.hold("n1", "n2")
+        await daemon.all_up(hold, "n1", "n2")
+        await daemon.look()
+        number = daemon.keeper.live[hold].slurm_id
+        world.slurm.down = {"n2"}
+        world.slurm.put(number, "PENDING", reason="BeginTime", restarts=1)
+        await daemon.look()
+        await daemon.look()
+        (fault,) = await daemon.parts.store.run(rows.node_faults, partition="rlvr", since_us=0)
+        assert fault.node == "n2" and "while node n2 was DOWN" in fault.reason
+
+    play(scene)
+
+
 @pytest.mark.parametrize("other", ["FAILED", "gone", "PENDING"])
 def test_a_hold_that_slurm_requeued_without_a_component_is_replaced(play: Play, other: str) -> None:
     """22.05: the first component has one node, the other two, and one of those is lost."""
