@@ -20,6 +20,8 @@ _LARGEST: Final = 2**63 - 1
 #: Of a name that everybody's squeue shows.
 _LONGEST_NAME: Final = 1024
 _LONGEST_TEXT: Final = 4096
+#: Models, and options, of one job: everybody's squeue reads the row.
+_MOST: Final = 64
 
 JobNumber: TypeAlias = Annotated[int, Path(ge=0, le=_LARGEST)]
 Instant: TypeAlias = Annotated[int, Query(ge=0, le=_LARGEST)]
@@ -32,10 +34,10 @@ class SubmitJob(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     script: str
     account: str = ""
-    models: list[str] = []
+    models: Annotated[list[str], msgspec.Meta(max_length=_MOST)] = []
     priority: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 1
     seed: Annotated[int, msgspec.Meta(ge=0, le=_LARGEST)] = 0
-    options: dict[str, str] = {}
+    options: Annotated[dict[str, str], msgspec.Meta(max_length=_MOST)] = {}
 
 
 class BindJob(msgspec.Struct, forbid_unknown_fields=True):

@@ -120,7 +120,9 @@ class Client:
         *,
         params: Mapping[str, str] | None = None,
     ) -> Any:
-        data = b"" if body is None else json.dumps(body).encode()
+        # What is no UTF-8 (a job's name, from the command line) arrives as question marks.
+        text = "" if body is None else json.dumps(body, ensure_ascii=False)
+        data = text.encode(errors="replace")
         target = f"{path}?{urlencode(params)}" if params else path
         return self._read(self._contact.ask(method, target, data))
 

@@ -63,6 +63,10 @@ def test_lists_take_their_filters_from_the_query(api: Api) -> None:
         pytest.param({"name": "x" * 2000}, 400, 65, "1 to 1024", id="endless name"),
         pytest.param({"name": " "}, 400, 65, "job name", id="blank name"),
         pytest.param({"account": "a\0"}, 400, 65, "account", id="NUL in the account"),
+        pytest.param({"models": ["tiny"] * 65}, 400, 65, "models", id="endless models"),
+        pytest.param(
+            {"options": {str(n): "" for n in range(65)}}, 400, 65, "options", id="options"
+        ),
     ],
 )
 def test_a_refused_submission_says_why_and_how_to_exit(

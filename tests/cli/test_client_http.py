@@ -93,6 +93,13 @@ def test_without_a_socket_a_login_node_asks_over_https(site: Site, api: Api) -> 
     assert ends == [("cancel_job", False), ("cancel_job", True)]
 
 
+def test_a_name_of_any_bytes_is_sent_without_what_is_no_letter(site: Site, api: Api) -> None:
+    name = os.fsdecode("n\u00e4me ".encode() + b"\xff")
+    Client(site).submit({"partition": "rlvr", "name": name, "script": "s", "models": ["tiny"]})
+    ((_, job),) = api.service.asked
+    assert job.name == "n\u00e4me ?"
+
+
 def test_a_refusal_is_told_as_over_the_socket(site: Site) -> None:
     with pytest.raises(Refused, match="offers: tiny") as refused:
         Client(site).submit({"partition": "p", "name": "n", "script": "s", "models": ["huge"]})
