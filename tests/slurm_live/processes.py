@@ -139,16 +139,25 @@ def end(processes: Iterable[Process], *, patience: float) -> None:
 
 def freeze(processes: Iterable[Process]) -> None:
     """STOP, parents before the children whose end they would notice."""
-    for process in sorted(processes, key=lambda one: one.started):
+    for process in sorted(processes, key=_age):
         process.send(signal.SIGSTOP)
 
 
 def kill(processes: Iterable[Process]) -> None:
-    """KILL, and wait until they are gone."""
+    """KILL, and wait until they are gone.
+
+    Children before their parents: the kernel lets a frozen process go on, with SIGHUP, when the
+    last parent outside its group is gone.
+    """
     left = set(processes)
-    for process in left:
+    for process in sorted(left, key=_age, reverse=True):
         process.send(signal.SIGKILL)
     wait_for(lambda: not any(one.alive() for one in left), f"end of {left}", seconds=10)
+
+
+def _age(process: Process) -> tuple[int, int]:
+    """The kernel counts starts in hundredths of a second."""
+    return process.started, process.pid
 
 
 def identity(user: str) -> dict[str, int | list[int]]:
