@@ -46,6 +46,7 @@ from plexrl_slurm.daemons.watch import SlurmWatch
 from plexrl_slurm.daemons.writer import Writer
 from plexrl_slurm.db import schema
 from plexrl_slurm.db.engine import open_database
+from plexrl_slurm.db.holds import newest_epoch
 from plexrl_slurm.db.store import Store
 from plexrl_slurm.logs import say
 from plexrl_slurm.memory.files import storage_errors
@@ -121,10 +122,12 @@ class Daemon:
 
     async def run(self) -> None:
         """Until stopped, or until a part fails."""
-        config, epoch = self._config, now_us()
+        config = self._config
         engine = open_database(config.database_url)
         schema.upgrade(engine)
         store = Store(engine)
+        # Agents obey the newest one, also after the clock was set back.
+        epoch = max(now_us(), await store.run(newest_epoch, config.partition) + 1)
         writer = Writer(store)
         spool = Spool(config.state_dir / "spool")
         for private in ("checkpoints", "holds", "ranks", "durable", "snapshots"):

@@ -94,6 +94,11 @@ def partition_draining(session: Session, name: str) -> bool:
     return bool(session.execute(asked).scalar_one_or_none())
 
 
+def newest_epoch(session: Session, partition: str) -> int:
+    """What the agents of the live holds obey; 0 if there are none."""
+    return max((int(row.epoch) for row in live_holds(session, partition)), default=0)
+
+
 def set_hold_epoch(session: Session, hold_id: str, epoch: str) -> None:
     """Fence off agents of the former epoch."""
     _change(session, hold_id, epoch=epoch)

@@ -73,3 +73,14 @@ def test_what_an_admin_said_of_a_partition_is_remembered(session: Session) -> No
     for on in (True, True, False):
         holds.set_partition_draining(session, "p", on=on)
         assert holds.partition_draining(session, "p") is on
+
+
+def test_the_newest_epoch_is_that_of_the_holds_that_live(session: Session) -> None:
+    assert holds.newest_epoch(session, "p") == 0
+    first, second = open_one(session), open_one(session)
+    holds.set_hold_epoch(session, first, "9")
+    holds.set_hold_epoch(session, second, "10")
+    assert holds.newest_epoch(session, "p") == 10
+    assert holds.newest_epoch(session, "another") == 0
+    holds.end_hold(session, second, now_us=11)
+    assert holds.newest_epoch(session, "p") == 9
