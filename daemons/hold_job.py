@@ -10,6 +10,7 @@ from pathlib import Path
 from plexrl_slurm.core.ids import SlurmId
 from plexrl_slurm.daemons.agent_config import AgentConfig
 from plexrl_slurm.daemons.layout import LOCALHOST
+from plexrl_slurm.memory.files import storage_errors
 from plexrl_slurm.settings import Settings
 from plexrl_slurm.slurm.port import BatchJob, JobStatus, SlurmPort, SlurmState
 from plexrl_slurm.slurm.templates import fill, render
@@ -24,7 +25,7 @@ def submit_hold(
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     config = _config(settings, hold, endpoint)
     path = folder / f"{hold}.json"
-    path.write_text(json.dumps(asdict(config)), encoding="utf-8")
+    _write(path, json.dumps(asdict(config)))
     loop = render(
         "agent.sh.j2",
         hold=hold,
@@ -36,7 +37,7 @@ def submit_hold(
         script = loop
     else:
         file = folder / f"{hold}.sh"
-        file.write_text(loop, encoding="utf-8")
+        _write(file, loop)
         file.chmod(0o700)
         script = fill(
             "hold.sbatch.j2",
@@ -59,6 +60,11 @@ def submit_hold(
         ),
         hold=False,
     )
+
+
+def _write(path: Path, text: str) -> None:
+    with storage_errors(path.parent, len(text)):
+        path.write_text(text, encoding="utf-8")
 
 
 def hold_name(settings: Settings) -> str:

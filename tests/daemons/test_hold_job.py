@@ -1,5 +1,6 @@
 """The script of a hold: what sbatch is told, and what runs on the nodes."""
 
+import errno
 import os
 import subprocess
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from plexrl_slurm.core.errors import Denied
+from plexrl_slurm.core.errors import Denied, StorageFull
 from plexrl_slurm.core.ids import SlurmId
 from plexrl_slurm.daemons.agent_config import AgentConfig, devices_of, visible_gpus
 from plexrl_slurm.daemons.hold_hygiene import refuse_others
@@ -118,6 +119,17 @@ def test_the_script_is_bash_and_its_files_are_the_services_own(tmp_path: Path) -
     assert holds.stat().st_mode & 0o777 == 0o700
     assert (holds / "h3.sh").stat().st_mode & 0o777 == 0o700
     assert "--exclude" not in job.script and "--qos" not in job.script
+
+
+def test_a_full_disk_is_told_with_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(StorageFull, match="holds has .* are needed: free space there"):
+        submitted(tmp_path)
 
 
 def test_a_hold_of_one_component_is_no_heterogeneous_job(tmp_path: Path) -> None:
