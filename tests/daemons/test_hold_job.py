@@ -128,7 +128,7 @@ def test_a_full_disk_is_told_with_its_place(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(StorageFull, match="holds has .* are needed: free space there"):
+    with pytest.raises(StorageFull, match=r"holds has .* are needed: free space there"):
         submitted(tmp_path)
 
 
