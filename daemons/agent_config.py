@@ -22,6 +22,8 @@ class AgentConfig:
     snapshots_dir: str = ""
     #: Component of the hold that the node belongs to.
     component: int = 0
+    #: How often Slurm had requeued the hold.
+    restarts: int = 0
 
     @property
     def snapshots(self) -> Path | None:
@@ -39,6 +41,7 @@ class AgentConfig:
             config,
             node=node,
             component=component,
+            restarts=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
             agent=f"{config.hold}.{component}.{node}",
             host_dir=str(Path(config.host_dir) / node / f"{config.hold}.{component}"),
         )

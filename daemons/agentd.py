@@ -193,6 +193,7 @@ class Agent:
                 hold=self._config.hold,
                 node=self._config.node,
                 component=self._config.component,
+                restarts=self._config.restarts,
                 epoch=self._epoch,
                 pid=os.getpid(),
                 wpgs=[

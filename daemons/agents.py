@@ -79,6 +79,7 @@ class AgentHub:
         #: Where agents are expected, and what they are to run.
         self._places: dict[Place, tuple[HeldWpg, ...]] = {}
         self._expected_us: dict[Place, int] = {}
+        self._restarts: dict[str, int] = {}
         #: Holds that may still get their nodes: an agent of theirs may be earlier than the news.
         self._awaited: set[str] = set()
         #: Persists under way: ``deployment -> (address, progress)``.
@@ -89,9 +90,13 @@ class AgentHub:
         """Agents of ``hold`` may come before :meth:`expect` says where."""
         self._awaited.add(hold)
 
-    def expect(self, hold: str, wpgs: Iterable[HeldWpg], places: Iterable[Place]) -> None:
-        """The hold has these nodes: agents anywhere else in it are not wanted."""
+    def expect(
+        self, hold: str, wpgs: Iterable[HeldWpg], places: Iterable[Place], *, restarts: int = 0
+    ) -> None:
+        """The hold has these nodes: agents anywhere else in it are not wanted, nor those of a
+        time before Slurm had requeued it so often."""
         self._awaited.discard(hold)
+        self._restarts[hold] = restarts
         for place in places:
             self._places[place], self._expected_us[place] = (), now_us()
         for held in wpgs:
@@ -200,6 +205,9 @@ class AgentHub:
             if hello.hold in self._awaited:
                 return  # it is asked again when the hold is known to run
             self._refuse(address, agent, "it is of no node that is held")
+            return
+        if hello.restarts < self._restarts[hello.hold]:
+            self._refuse(address, agent, "it is of a time before Slurm requeued its hold")
             return
         agent.welcome = True
         if known is not None and known.epoch == hello.epoch and known.welcome:

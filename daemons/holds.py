@@ -323,7 +323,7 @@ class HoldKeeper:
         ]
         self._parts.writer.add(hold_writes.started, hold.id, began_us, hold.batch_node, stays)
         self._wpgs.add(hold, layout, held_us)
-        self._hub.expect(hold.id, layout, places)
+        self._hub.expect(hold.id, layout, places, restarts=status.restarts)
         self._mover.resettle(f"hold {hold.id} has its nodes")
         self._parts.wake_intake.set()
 

@@ -71,6 +71,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     gpus: list[str] | None = None
     #: Component of the hold that the node belongs to; a node may be in two of them.
     component: int = 0
+    #: How often Slurm had requeued the hold when the agent was started.
+    restarts: int = 0
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):

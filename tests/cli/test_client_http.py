@@ -11,6 +11,7 @@ import pytest
 
 from plexrl_slurm.api.munge import Munge
 from plexrl_slurm.api.server import Tls
+from plexrl_slurm.api.service import JobSubmission
 from plexrl_slurm.cli.client import Client, Refused
 from plexrl_slurm.core.errors import (
     BadConfig,
@@ -97,7 +98,7 @@ def test_a_name_of_any_bytes_is_sent_without_what_is_no_letter(site: Site, api: 
     name = os.fsdecode("n\u00e4me ".encode() + b"\xff")
     Client(site).submit({"partition": "rlvr", "name": name, "script": "s", "models": ["tiny"]})
     ((_, job),) = api.service.asked
-    assert job.name == "n\u00e4me ?"
+    assert isinstance(job, JobSubmission) and job.name == "n\u00e4me ?"
 
 
 def test_a_refusal_is_told_as_over_the_socket(site: Site) -> None:

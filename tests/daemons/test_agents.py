@@ -86,6 +86,26 @@ def test_an_agent_of_a_hold_that_waits_is_asked_again_when_its_nodes_are_known(p
     play(scene)
 
 
+def test_an_agent_of_a_time_before_its_hold_was_requeued_is_refused(play: Play) -> None:
+    """It never ended, and its hold has the same node again."""
+
+    async def scene(world: World) -> None:
+        daemon = await world.daemon()
+        hold = await daemon.hold("n1")
+        number = daemon.keeper.live[hold].slurm_id
+        world.slurm.put(number, "PENDING", reason="BeginTime", restarts=1)
+        await daemon.look()
+        daemon.give_nodes(hold, "n1", start_us=now_us() + 1_000_000, restarts=1)
+        await daemon.look()
+        await daemon.hello(hold, "n1", epoch=1)
+        assert daemon.orders(address(hold, "n1"), tm.StopOrder)
+        assert not daemon.orders(address(hold, "n1"), tm.Welcome)
+        await daemon.hello(hold, "n1", epoch=2, restarts=1)
+        assert daemon.orders(address(hold, "n1"), tm.Welcome)
+
+    play(scene)
+
+
 def test_an_agent_of_a_hold_that_nobody_knows_is_sent_away(play: Play) -> None:
     async def scene(world: World) -> None:
         daemon = await world.daemon()
