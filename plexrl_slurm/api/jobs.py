@@ -1,5 +1,6 @@
 """Job control under ``/plexrl/v1``: what the CLI asks over the unix socket (docs/api.md)."""
 
+import re
 from typing import Annotated, Final, TypeAlias
 
 import msgspec
@@ -15,6 +16,7 @@ from plexrl_slurm.core.ids import JobId
 
 router = APIRouter(prefix="/plexrl/v1")
 
+_SLURM_NUMBER: Final = re.compile(r"[0-9]{1,18}(_[0-9]{1,18})?")
 #: What a database column holds.
 _LARGEST: Final = 2**63 - 1
 #: Of a name that everybody's squeue shows.
@@ -86,6 +88,11 @@ async def submit_job(request: Request, who: Who) -> Response:
 async def bind_job(job_id: JobNumber, request: Request, who: Who) -> Response:
     """Tie a job to its Slurm job."""
     asked = await ask.read(BindJob, request)
+    if not _SLURM_NUMBER.fullmatch(asked.slurm_id):
+        raise BadInput(
+            f"slurm_id {_shown(asked.slurm_id)[:60]!r} is no Slurm job: give its number, or N_k of "
+            f"an array's task"
+        )
     service = service_of(request)
     return as_json(await service.bind_job(who, JobId(job_id), slurm_id=asked.slurm_id))
 

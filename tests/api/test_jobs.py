@@ -17,6 +17,14 @@ from tests.api.fake_service import TOKEN_A
 JOB = {"partition": "rlvr", "name": "count", "script": "job.sh", "models": ["tiny"]}
 
 
+@pytest.mark.parametrize("slurm_id", ["", "42;43", "-1", "4_", "1\n2", "9" * 19])
+def test_what_is_no_slurm_job_cannot_be_bound(api: Api, slurm_id: str) -> None:
+    with api.unix() as http:
+        answer = http.post("/plexrl/v1/jobs/7/bind", json={"slurm_id": slurm_id})
+    assert answer.status_code == 400 and answer.json()["exit_code"] == 65, answer.text
+    assert "is no Slurm job" in answer.json()["error"]
+
+
 def test_a_user_submits_binds_explains_and_cancels(api: Api) -> None:
     me = pwd.getpwuid(os.getuid()).pw_name
     with api.unix() as http:
