@@ -47,10 +47,16 @@ layers: setup ## who may import whom (import-linter)
 unit: setup
 	$(PYTEST) -n 2 -m "$(FAST)" $(ARGS)
 
-# Nothing that was promised here may be skipped. One at a time: they start servers and measure.
+# Nothing that was promised here may be skipped. What a killed service leaves of the SDK's connections
+# is blamed on whichever test is running when it is collected, so that warning is no error here.
+MARKED := PLEXRL_TESTS_MUST_RUN=slurm,postgres,engines $(PYTEST) -W ignore:unclosed:ResourceWarning --durations=10
+
+# Tests on a real Slurm mostly wait for it: three clusters at once. The others one at a time: they
+# start servers and engines, which want both cores.
 marked:
 	@scripts/setup.sh tiny
-	PLEXRL_TESTS_MUST_RUN=slurm,postgres,engines $(PYTEST) -m "not ($(FAST))" --durations=10 $(ARGS)
+	$(MARKED) -m "not ($(FAST)) and not slurm" $(ARGS)
+	$(MARKED) -m slurm -n 3 --dist loadfile $(ARGS)
 
 bless: setup ## rewrite the golden files in tests/golden, then read the diff
 	$(PYTEST) -m "$(FAST)" --bless $(ARGS)
