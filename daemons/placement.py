@@ -93,10 +93,6 @@ class Placer:
         found = self._place([largest], self._tenancies(but=job))
         return found.homes[0] if isinstance(found, Placement) else None
 
-    def is_home(self, wpg: WpgId) -> bool:
-        """Whether deployments may stay there."""
-        return wpg in self.wpgs and wpg not in self.draining
-
     def _place(
         self, wanted: Sequence[Wanted], tenancies: Sequence[Tenancy]
     ) -> Placement | tuple[Obstacle, ...]:

@@ -44,11 +44,6 @@ def open_hold(
     session.execute(insert(HOLDS), values)
 
 
-def set_hold_state(session: Session, hold_id: str, state: HoldState, *, reason: str = "") -> None:
-    """Slurm says something new about the hold."""
-    _change(session, hold_id, state=state, reason=reason)
-
-
 def hold_runs(session: Session, hold_id: str, *, since_us: int, batch_node: str = "") -> None:
     """Slurm gave it its nodes."""
     values = {"running_us": since_us, "batch_node": batch_node, "reason": ""}

@@ -124,7 +124,7 @@ def test_the_timeline_has_what_touches_its_window(session: Session) -> None:
 
 def test_holds_come_and_go(session: Session) -> None:
     add_hold(session)
-    holds.set_hold_state(session, HOLD, HoldState.UP)
+    holds.hold_runs(session, HOLD, since_us=1)
     holds.set_hold_epoch(session, HOLD, "e2")
     [row] = holds.live_holds(session, "rl")
     assert (row.id, row.state, row.epoch) == (HOLD, HoldState.UP, "e2")
