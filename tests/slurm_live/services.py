@@ -84,7 +84,11 @@ def munged(folder: Path, socket: Path) -> list[str]:
 def mariadb(folder: Path) -> list[str]:
     """Make the database's files if they are missing; the command of its server (no TCP port)."""
     shutil.chown(folder, "mysql", "mysql")
-    small = ["--innodb-log-file-size=8M", "--innodb-buffer-pool-size=64M"]
+    # A server that starts removes every temporary table in its folder, also another server's.
+    temporary = folder / "tmp"
+    temporary.mkdir(exist_ok=True)
+    shutil.chown(temporary, "mysql", "mysql")
+    small = ["--innodb-log-file-size=8M", "--innodb-buffer-pool-size=64M", f"--tmpdir={temporary}"]
     data = folder / "data"
     if not (data / "mysql").is_dir():
         made = subprocess.run(
