@@ -51,12 +51,12 @@ unit: setup
 # is blamed on whichever test is running when it is collected, so that warning is no error here.
 MARKED := PLEXRL_TESTS_MUST_RUN=slurm,postgres,engines $(PYTEST) -W ignore:unclosed:ResourceWarning --durations=10
 
-# Tests on a real Slurm mostly wait for it: three clusters at once. The others one at a time: they
+# Tests on a real Slurm mostly wait for it: two clusters at once. The others one at a time: they
 # start servers and engines, which want both cores.
 marked:
 	@scripts/setup.sh tiny
 	$(MARKED) -m "not ($(FAST)) and not slurm" $(ARGS)
-	$(MARKED) -m slurm -n 3 --dist loadfile $(ARGS)
+	$(MARKED) -m slurm -n 2 --dist loadfile $(ARGS)
 
 bless: setup ## rewrite the golden files in tests/golden, then read the diff
 	$(PYTEST) -m "$(FAST)" --bless $(ARGS)

@@ -182,6 +182,23 @@ class Cluster:
         """Everything that runs on its nodes, except for their daemons."""
         return {process for name in self.nodes for process in self._on_node(name)}
 
+    def unstick(self) -> str:
+        """KILL every step, free the nodes again, and tell what there was to kill.
+
+        For what Slurm itself does not end: on a busy machine a message to a slurmd gets lost now
+        and then (slurmctld says it again after a minute at the earliest), and a step daemon of
+        22.05 may hang in its fork. Tests that say nothing about that go on after this.
+        """
+        stuck = self._steps()
+        found = "; ".join(sorted(processes.describe(process) for process in stuck))
+        queue = self.run("root", ["squeue", "-h", "-o", "%i %T %r %N"], check=False).stdout
+        nodes = self.run("root", ["sinfo", "-h", "-N", "-o", "%N %T %E"], check=False).stdout
+        processes.kill(processes.below(stuck))
+        for name in self.nodes:
+            words = ["scontrol", "update", f"NodeName={name}", "State=RESUME"]
+            self.run("root", words, check=False)  # refused if there is nothing to resume
+        return f"processes: {found or 'none'}; jobs: {queue.split()}; nodes: {nodes.split()}"
+
     def _on_node(self, name: str) -> set[Process]:
         """Step daemons, tasks and whatever they started, unless it dropped its environment."""
         marks = {"SLURM_CONF": str(self.slurm_conf), "SLURMD_NODENAME": name}

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import subprocess
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from plexrl_slurm.db.engine import open_database, transaction
 from plexrl_slurm.db.ledger import Flaw, gaps
 from plexrl_slurm.settings import read_site
 from tests.slurm_live import python
-from tests.slurm_live.cluster import Cluster, wait_for
+from tests.slurm_live.cluster import Cluster, ClusterError, wait_for
 from tests.slurm_live.processes import identity
 
 SERVICE = "plxsvc"
@@ -140,7 +141,28 @@ class Partition:
                 cwd=self.folder,
                 **identity(SERVICE),  # type: ignore[call-overload]
             )
-        wait_for(lambda: self.up() if up else self.answers(), self.what, seconds=seconds)
+        if up:
+            self.wait_up(seconds=seconds)
+        else:
+            wait_for(self.answers, self.what, seconds=seconds)
+
+    def wait_up(self, *, seconds: float = 90) -> None:
+        """Wait until there is a hold with all its WPGs up; if Slurm is stuck, help it once."""
+        try:
+            wait_for(self.up, self.what, seconds=seconds)
+        except ClusterError:
+            found = self._help()
+            wait_for(self.up, lambda: f"{self.what()}; before: {found}", seconds=2 * seconds)
+
+    def _help(self) -> str:
+        """End what Slurm does not end; said in the summary of the test run."""
+        found = self.cluster.unstick()
+        warnings.warn(f"Slurm was stuck: {found}; {self._hold_logs()}", stacklevel=3)
+        return found
+
+    def _hold_logs(self) -> str:
+        logs = sorted((self.folder / "state").glob("**/holds/*.log"))
+        return "; ".join(f"{log.name}: {log.read_text(errors='replace')[-600:]}" for log in logs)
 
     def what(self) -> str:
         """For the sentence of a wait that was in vain."""
@@ -181,8 +203,13 @@ class Partition:
         if self.daemon is not None and self.daemon.poll() is None:
             self.daemon.kill()
             self.daemon.wait()
-        for user in (SERVICE, "plxalice", "plxbob"):
-            self.cluster.run("root", ["scancel", "-u", user], check=False)
+        for seconds in (15, 30):  # a message that got lost is said again
+            for user in (SERVICE, "plxalice", "plxbob"):
+                self.cluster.run("root", ["scancel", "-u", user], check=False)
+            with contextlib.suppress(ClusterError):
+                wait_for(lambda: not self.cluster._steps(), "the end of the jobs", seconds=seconds)
+                return
+        self._help()
         wait_for(lambda: not self.cluster._steps(), "the end of the jobs", seconds=60)
 
     # -- asking ------------------------------------------------------------------------------

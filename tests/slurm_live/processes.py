@@ -127,6 +127,18 @@ def wait_for(
         pause = min(pause * 1.5, 0.1)
 
 
+def describe(process: Process) -> str:
+    """Number, state, what it waits for in the kernel, and the start of its command line."""
+    folder = PROC / str(process.pid)
+    try:
+        state = (folder / "stat").read_text(encoding="utf-8", errors="replace")
+        words = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        waits = (folder / "wchan").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return f"{process.pid} (gone)"
+    return f"{process.pid} {state.rpartition(')')[2].split()[0]} in {waits}: {words[:120].strip()}"
+
+
 def end(processes: Iterable[Process], *, patience: float) -> None:
     """TERM to all at once, KILL to those that live after ``patience`` seconds; wait for the end."""
     left = {process for process in processes if process.alive()}

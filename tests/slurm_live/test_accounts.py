@@ -153,7 +153,7 @@ def test_the_books_agree_with_slurms_after_a_requeue(partition: Partition) -> No
     slurm_id = partition.holds()["h1"]["slurm_id"]
     partition.cluster.run("root", ["scontrol", "requeue", slurm_id])
     wait_for(lambda: partition.holds()["h1"]["state"] != "up", "the requeue", seconds=60)
-    wait_for(partition.up, partition.what, seconds=90)
+    partition.wait_up()
     end_hold(partition, "h1")
     agrees(partition, "h1", incarnations=4)
     assert partition.flaws() == []

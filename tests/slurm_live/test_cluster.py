@@ -124,6 +124,23 @@ def test_stop_leaves_no_process_not_even_of_a_job_that_will_not_end(small: Clust
     assert not small.host_dir.exists()
 
 
+def test_steps_that_slurm_cannot_end_are_ended_and_their_node_is_free_again(
+    small: Cluster,
+) -> None:
+    job = small.sbatch("plxalice", "-p", "gpu", "-w", "n2", "--gres=gpu:2")
+    small.wait_job(job, "RUNNING")
+    wait_for(lambda: len(small._on_node("n2")) >= 2, "the step daemon and its task")
+    frozen = small._on_node("n2")
+    processes.freeze(frozen)
+    small.run("root", ["scancel", job])
+    assert "completing" in small.node_state("n2")
+    said = small.unstick()
+    assert all(f"{process.pid} T in" in said for process in frozen), said
+    assert not small._on_node("n2")
+    small.wait_node("n2", "idle")
+    small.wait_job(small.sbatch("plxalice", "-p", "gpu", "-w", "n2", "--gres=gpu:2"), "RUNNING")
+
+
 def test_a_cluster_that_is_started_again_knows_its_past() -> None:
     made = Cluster.temporary(nodes=1)
     with made:

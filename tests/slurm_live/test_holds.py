@@ -266,7 +266,7 @@ def test_a_hold_that_waits_in_slurm_says_why(cluster: Cluster, model: Path) -> N
         job = made.submit("plxalice", script(1))
         wait_for(lambda: "waits in Slurm (Resources)" in told(made, job), made.what, seconds=20)
         cluster.run("root", ["scancel", *others])
-        assert made.wait_job(job, "completed", "failed", seconds=90)["state"] == "completed"
+        assert made.wait_job(job, "completed", "failed", seconds=180)["state"] == "completed"
     finally:
         cluster.run("root", ["scancel", *others])
         made.close()
