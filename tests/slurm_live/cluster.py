@@ -163,7 +163,7 @@ class Cluster:
             with contextlib.suppress(ClusterError):
                 if jobs := self.run("root", ["squeue", "-h", "-o", "%A"], seconds=5).stdout.split():
                     self.run("root", ["scancel", *jobs], seconds=5)
-                wait_for(lambda: not self._steps(), "end of the jobs", seconds=3)
+                wait_for(lambda: not self.steps(), "end of the jobs", seconds=3)
         self._end_everything(patience=10)
         shutil.rmtree(self.host_dir, ignore_errors=True)
 
@@ -175,31 +175,14 @@ class Cluster:
                 self._daemons.kill(name)  # TERM would make it wait for steps, and for slurmctld
         self._daemons.end(names - below, patience=patience)
         self._daemons.end(names & below, patience=patience)
-        while rest := self._steps() | processes.with_environment(self._mark):
+        while rest := self.steps() | processes.with_environment(self._mark):
             processes.kill(processes.below(rest))
 
-    def _steps(self) -> set[Process]:
+    def steps(self) -> set[Process]:
         """Everything that runs on its nodes, except for their daemons."""
-        return {process for name in self.nodes for process in self._on_node(name)}
+        return {process for name in self.nodes for process in self.on_node(name)}
 
-    def unstick(self) -> str:
-        """KILL every step, free the nodes again, and tell what there was to kill.
-
-        For what Slurm itself does not end: on a busy machine a message to a slurmd gets lost now
-        and then (slurmctld says it again after a minute at the earliest), and a step daemon of
-        22.05 may hang in its fork. Tests that say nothing about that go on after this.
-        """
-        stuck = self._steps()
-        found = "; ".join(sorted(processes.describe(process) for process in stuck))
-        queue = self.run("root", ["squeue", "-h", "-o", "%i %T %r %N"], check=False).stdout
-        nodes = self.run("root", ["sinfo", "-h", "-N", "-o", "%N %T %E"], check=False).stdout
-        processes.kill(processes.below(stuck))
-        for name in self.nodes:
-            words = ["scontrol", "update", f"NodeName={name}", "State=RESUME"]
-            self.run("root", words, check=False)  # refused if there is nothing to resume
-        return f"processes: {found or 'none'}; jobs: {queue.split()}; nodes: {nodes.split()}"
-
-    def _on_node(self, name: str) -> set[Process]:
+    def on_node(self, name: str) -> set[Process]:
         """Step daemons, tasks and whatever they started, unless it dropped its environment."""
         marks = {"SLURM_CONF": str(self.slurm_conf), "SLURMD_NODENAME": name}
         # Step daemons of 24.11 have no environment, but stay where their slurmd was started.
@@ -307,6 +290,10 @@ class Cluster:
             wait_for(lambda: file.exists() and file.stat().st_mtime > now, "the jobs are saved")
         self._daemons.kill("slurmctld")
 
+    def stop_slurmctld(self) -> None:
+        """With TERM: it saves what it knows."""
+        self._daemons.end({"slurmctld"}, patience=20)
+
     def start_slurmctld(self) -> None:
         """Start it again and wait until it answers."""
         # -i: newer ones refuse to go on without every state file, some of which are written late.
@@ -330,12 +317,12 @@ class Cluster:
         A process that dropped its environment and left its parent cannot be found.
         """
         daemon = self._daemons.find(f"slurmd.{name}")
-        mine = self._on_node(name) | ({daemon} if daemon else set())
+        mine = self.on_node(name) | ({daemon} if daemon else set())
         while mine:
             gone = processes.below(mine)
             processes.freeze(gone)  # or a step daemon would still report that its task was killed
             processes.kill(gone)
-            mine = self._on_node(name)
+            mine = self.on_node(name)
         self._daemons.kill(f"slurmd.{name}")
         for path in self.local_folders(name):
             shutil.rmtree(path, ignore_errors=True)

@@ -166,7 +166,7 @@ class Events:
 
     def _cut_off(self, node: str, agent: int) -> Process:
         """The node's power is cut for all but its agent, which the network does not reach."""
-        everything = self._cluster._on_node(node)
+        everything = self._cluster.on_node(node)
         (frozen,) = [each for each in everything if each.pid == agent]
         processes.freeze(everything)
         self._cluster.kill_slurmd(node)

@@ -152,7 +152,7 @@ class DemoPartition(Partition):
             self.daemon.wait()
         for user in (SERVICE, *USERS):
             self.cluster.run("root", ["scancel", "-u", user], check=False)
-        wait_for(lambda: not self.cluster._steps(), "the end of the jobs", seconds=60)
+        wait_for(lambda: not self.cluster.steps(), "the end of the jobs", seconds=60)
 
     def release(self) -> None:
         """Give the holds back, which ends the daemon: all its books are closed then."""

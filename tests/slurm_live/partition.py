@@ -17,6 +17,7 @@ from plexrl_slurm.settings import read_site
 from tests.slurm_live import python
 from tests.slurm_live.cluster import Cluster, ClusterError, wait_for
 from tests.slurm_live.processes import identity
+from tests.slurm_live.stuck import free_gpus, unstick
 
 SERVICE = "plxsvc"
 
@@ -156,7 +157,7 @@ class Partition:
 
     def _help(self) -> str:
         """End what Slurm does not end; said in the summary of the test run."""
-        found = self.cluster.unstick()
+        found = unstick(self.cluster)
         warnings.warn(f"Slurm was stuck: {found}; {self._hold_logs()}", stacklevel=3)
         return found
 
@@ -207,10 +208,13 @@ class Partition:
             for user in (SERVICE, "plxalice", "plxbob"):
                 self.cluster.run("root", ["scancel", "-u", user], check=False)
             with contextlib.suppress(ClusterError):
-                wait_for(lambda: not self.cluster._steps(), "the end of the jobs", seconds=seconds)
-                return
-        self._help()
-        wait_for(lambda: not self.cluster._steps(), "the end of the jobs", seconds=60)
+                wait_for(lambda: not self.cluster.steps(), "the end of the jobs", seconds=seconds)
+                break
+        else:
+            self._help()
+            wait_for(lambda: not self.cluster.steps(), "the end of the jobs", seconds=60)
+        if found := free_gpus(self.cluster):
+            warnings.warn(f"Slurm was stuck: {found}", stacklevel=2)
 
     # -- asking ------------------------------------------------------------------------------
     def client(self) -> Client:

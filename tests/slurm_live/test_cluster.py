@@ -13,6 +13,7 @@ import pytest
 
 from tests.slurm_live import processes
 from tests.slurm_live.cluster import Cluster, CommandFailed, wait_for
+from tests.slurm_live.stuck import free_gpus, taken_gpus, unstick
 from tests.tree import ROOT
 
 pytestmark = pytest.mark.slurm
@@ -129,15 +130,17 @@ def test_steps_that_slurm_cannot_end_are_ended_and_their_node_is_free_again(
 ) -> None:
     job = small.sbatch("plxalice", "-p", "gpu", "-w", "n2", "--gres=gpu:2")
     small.wait_job(job, "RUNNING")
-    wait_for(lambda: len(small._on_node("n2")) >= 2, "the step daemon and its task")
-    frozen = small._on_node("n2")
+    assert taken_gpus(small) == {"n2": 2}
+    wait_for(lambda: len(small.on_node("n2")) >= 2, "the step daemon and its task")
+    frozen = small.on_node("n2")
     processes.freeze(frozen)
     small.run("root", ["scancel", job])
     assert "completing" in small.node_state("n2")
-    said = small.unstick()
+    said = unstick(small)
     assert all(f"{process.pid} T in" in said for process in frozen), said
-    assert not small._on_node("n2")
+    assert not small.on_node("n2")
     small.wait_node("n2", "idle")
+    assert free_gpus(small) == ""
     small.wait_job(small.sbatch("plxalice", "-p", "gpu", "-w", "n2", "--gres=gpu:2"), "RUNNING")
 
 
