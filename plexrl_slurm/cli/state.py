@@ -69,9 +69,10 @@ def verify(app: App, numbers: list[JobNumber], name: str | None) -> None:
     app.answer({"job": job["slurm_id"], "checkpoints": found}, lambda: _verdicts(found))
     bad = [each for each in found if not each["fine"]]
     if bad:
+        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
         raise BadInput(
-            f"{len(bad)} of {len(found)} checkpoints of job {job['slurm_id']} are not known to be "
-            f"fine: load or export another one, first of all instead of {bad[0]['uri']}"
+            f"{bad[0]['uri']}{more} of {len(found)} that were verified cannot be relied upon: "
+            f"use another one, or save it again"
         )
 
 

@@ -164,7 +164,10 @@ def test_verify_says_which_file_is_damaged_and_exits_so(
     done = plexrl("state", "verify", "101", "b")
     assert done.exit_code == code
     assert daemon.asked[-1][2]["uri"] == [URI]
-    assert ("damaged" in done.stdout, "1 of 1 checkpoints" in done.stderr) == (not fine, not fine)
+    assert ("damaged" in done.stdout, f"{URI} of 1 that were verified" in done.stderr) == (
+        not fine,
+        not fine,
+    )
     plexrl("state", "verify", "101")
     assert [route for _, route, _ in daemon.asked].count("/jobs/1/state/verify") == 3
 
