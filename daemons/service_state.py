@@ -10,6 +10,7 @@ from typing import Any
 from plexrl_slurm.api.service import Principal
 from plexrl_slurm.core.errors import BadImage, NotFound
 from plexrl_slurm.core.ids import DeploymentId, JobId
+from plexrl_slurm.daemons.service_base import Parts
 from plexrl_slurm.daemons.service_submission import SubmissionCalls
 from plexrl_slurm.daemons.state import LiveDeployment, LiveSnapshot
 from plexrl_slurm.db import deployments, state_views
@@ -23,7 +24,10 @@ _DEVICE, _HOST, _DURABLE = "device", "host", "durable"
 class StateCalls(SubmissionCalls):
     """See :class:`plexrl_slurm.api.service.Service`."""
 
-    _verifying: asyncio.Lock | None = None
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        # One at a time: whoever verifies much must not take the daemon's threads.
+        self._verifying = asyncio.Lock()
 
     async def partition_state(self, who: Principal) -> dict[str, Any]:
         images = await self._images(None)
@@ -51,9 +55,6 @@ class StateCalls(SubmissionCalls):
 
     async def verify_state(self, who: Principal, job_id: JobId, *, uri: str) -> dict[str, Any]:
         row = await self._saved(who, job_id, uri)
-        if self._verifying is None:
-            self._verifying = asyncio.Lock()
-        # One at a time: whoever verifies much must not take the daemon's threads.
         async with self._verifying:
             found = await asyncio.to_thread(saved.verify, Path(row.path), uri)
         return {

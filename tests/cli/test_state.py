@@ -1,7 +1,9 @@
 """state show, verify and export, sinfo --state: shapes of the answers, folders, refusals."""
 
+import errno
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -244,6 +246,32 @@ def test_a_full_disk_is_one_sentence(
     done = plexrl("state", "export", "101", "out")
     assert (done.exit_code, len(done.stderr.splitlines())) == (74, 1), done.stderr
     assert not (home / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(errno.ENOSPC, 74), (errno.EDQUOT, 74), (errno.EACCES, 77)]
+)
+def test_a_disk_that_refuses_in_the_middle_leaves_nothing_behind(
+    plexrl: Plexrl,
+    daemon: FakeDaemon,
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    code: int,
+) -> None:
+    serve(daemon, saved("b"))
+    serve_files(daemon, {"a.json": b"{}", "model.safetensors": b"01234"})
+    synced: list[int] = []
+
+    def refuse(descriptor: int) -> None:
+        synced.append(descriptor)
+        if len(synced) == 2:
+            raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(state_export.os, "fsync", refuse)  # type: ignore[attr-defined]
+    done = plexrl("state", "export", "101", "out")
+    assert (done.exit_code, len(done.stderr.splitlines())) == (code, 1), done.stderr
+    assert [path.name for path in home.iterdir() if "out" in path.name] == []
 
 
 def test_a_folder_that_appears_meanwhile_is_left_alone(

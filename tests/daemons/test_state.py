@@ -163,7 +163,13 @@ def test_another_users_job_is_as_unknown_except_to_admins(play: Play, tmp_path: 
         uri = await record(daemon, job, model, CheckpointKind.SAMPLER_WEIGHTS, "b", folder)
         write(folder, uri, {"model.safetensors": b"w"})
         service = daemon.service
-        piece = {"uri": uri, "name": "model.safetensors", "version": "", "offset": 0, "length": 1}
+        piece: dict[str, Any] = {
+            "uri": uri,
+            "name": "model.safetensors",
+            "version": "",
+            "offset": 0,
+            "length": 1,
+        }
         for ask in (
             service.job_state(EVE, job.id),
             service.verify_state(EVE, job.id, uri=uri),
