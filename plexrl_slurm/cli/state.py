@@ -69,10 +69,9 @@ def verify(app: App, numbers: list[JobNumber], name: str | None) -> None:
     app.answer({"job": job["slurm_id"], "checkpoints": found}, lambda: _verdicts(found))
     bad = [each for each in found if not each["fine"]]
     if bad:
-        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+        more = f" (nor are {len(bad) - 1} more)" if len(bad) > 1 else ""
         raise BadInput(
-            f"{bad[0]['uri']}{more} of {len(found)} that were verified cannot be relied upon: "
-            f"use another one, or save it again"
+            f"{bad[0]['uri']} is not known to be whole{more}: use another one, or save it again"
         )
 
 

@@ -166,7 +166,7 @@ def test_verify_says_which_file_is_damaged_and_exits_so(
     done = plexrl("state", "verify", "101", "b")
     assert done.exit_code == code
     assert daemon.asked[-1][2]["uri"] == [URI]
-    assert ("damaged" in done.stdout, f"{URI} of 1 that were verified" in done.stderr) == (
+    assert ("damaged" in done.stdout, f"{URI} is not known to be whole:" in done.stderr) == (
         not fine,
         not fine,
     )
