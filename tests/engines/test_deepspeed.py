@@ -73,7 +73,7 @@ def run_alone(spec: RankSpec, name: str) -> tuple[list[object], str]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("zero_stage", [1, 2])
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
 def test_multiplexed_learning_is_bit_identical(
     tiny_folder: Path, tmp_path: Path, dtype: str, zero_stage: int
 ) -> None:
