@@ -26,8 +26,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 #: What a gang of so many ranks runs: layout and dtype.
 PROGRAMS: dict[int, list[str]] = {
     1: [f"{layout}-float32" for layout in LAYOUTS],
-    2: [f"{layout}-{dtype}" for layout in LAYOUTS for dtype in ("float32", "bfloat16")],
-    4: ["1-float32", "2-float32", "3-float32", "3-bfloat16", "3-optimizer-param-float32"],
+    2: [
+        *(f"{stage}-{dtype}" for stage in (1, 2, 3) for dtype in ("float32", "bfloat16")),
+        "1-optimizer-float32",
+        "2-optimizer-bfloat16",
+        "3-optimizer-param-float32",
+    ],
+    4: ["1-float32", "2-float32", "3-float32", "3-optimizer-param-bfloat16"],
 }
 #: More than a rank's share, fewer datums than ranks, and groups of a shared prompt.
 CALLS = [supervised(1, 5, 9, 20, 31), supervised(2, 7), grpo(3, group=5), grpo(4, group=4)]
