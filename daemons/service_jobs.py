@@ -15,7 +15,8 @@ from plexrl_slurm.core.ids import CallId, JobId, SlurmId, WpgId
 from plexrl_slurm.core.messages import FunctionKind
 from plexrl_slurm.core.states import ENDED, JobState
 from plexrl_slurm.daemons.job_views import call_kinds, job_views
-from plexrl_slurm.daemons.service_submission import SubmissionCalls, hashed
+from plexrl_slurm.daemons.service_state import StateCalls
+from plexrl_slurm.daemons.service_submission import hashed
 from plexrl_slurm.daemons.shell import Entry
 from plexrl_slurm.daemons.state import LiveJob, LiveSession
 from plexrl_slurm.daemons.wpg_views import wpg_views
@@ -26,7 +27,7 @@ from plexrl_slurm.logs import say
 log = logging.getLogger(__name__)
 
 
-class PartitionService(SubmissionCalls):
+class PartitionService(StateCalls):
     """The whole service."""
 
     # -- who ---------------------------------------------------------------------------------

@@ -2,7 +2,16 @@
 
 from fastapi import FastAPI
 
-from plexrl_slurm.api import checkpoints, credentials, errors, jobs, sampling, sessions, tinker
+from plexrl_slurm.api import (
+    checkpoints,
+    credentials,
+    errors,
+    jobs,
+    sampling,
+    sessions,
+    state,
+    tinker,
+)
 from plexrl_slurm.api.auth import AuthenticateSocket, principal_of_peer
 from plexrl_slurm.api.futures import LongPolls
 from plexrl_slurm.api.munge import Munge
@@ -25,6 +34,6 @@ def make_app(
     app.state.munge = munge
     app.state.polls = LongPolls()
     errors.install(app)
-    for part in (sessions, tinker, sampling, checkpoints, jobs, credentials):
+    for part in (sessions, tinker, sampling, checkpoints, jobs, state, credentials):
         app.include_router(part.router)
     return app

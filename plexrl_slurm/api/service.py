@@ -255,6 +255,32 @@ class Service(Protocol):
         self, who: Principal, *, since_us: int, until_us: int
     ) -> list[dict[str, Any]]: ...
 
+    # -- state (JSON-ready dicts too) ---------------------------------------------------------
+    async def partition_state(self, who: Principal) -> dict[str, Any]:
+        """Every living image and the tiers it is in; bytes of every tier."""
+
+    async def job_state(self, who: Principal, job_id: JobId) -> dict[str, Any]:
+        """Deployments, images and checkpoints of one job; ended ones have the last only."""
+
+    async def verify_state(self, who: Principal, job_id: JobId, *, uri: str) -> dict[str, Any]:
+        """Read a checkpoint's files and compare them with its manifest."""
+
+    async def state_files(self, who: Principal, job_id: JobId, *, uri: str) -> dict[str, Any]:
+        """The files that make named sampler weights a Hugging Face model folder."""
+
+    async def state_piece(
+        self,
+        who: Principal,
+        job_id: JobId,
+        *,
+        uri: str,
+        name: str,
+        version: str,
+        offset: int,
+        length: int,
+    ) -> bytes:
+        """Bytes of one of these files; ``BadInput`` if it is not ``version`` any more."""
+
     async def drain(self, who: Principal, *, on: bool) -> dict[str, Any]: ...
 
     async def release(self, who: Principal) -> dict[str, Any]:

@@ -99,6 +99,35 @@ class Client:
         """WPGs, hold and catalogue."""
         return self._object("GET", f"{PREFIX}/nodes")
 
+    def state(self) -> dict[str, Any]:
+        """Every image of the partition, and bytes of every tier."""
+        return self._object("GET", f"{PREFIX}/state")
+
+    def job_state(self, job_id: int) -> dict[str, Any]:
+        """Images and checkpoints of a job."""
+        return self._object("GET", f"{PREFIX}/jobs/{job_id}/state")
+
+    def verify_state(self, job_id: int, uri: str) -> dict[str, Any]:
+        """What each file of a checkpoint is like; takes as long as reading them."""
+        target = f"{PREFIX}/jobs/{job_id}/state/verify?{urlencode({'uri': uri})}"
+        return self._object("GET", target)
+
+    def state_files(self, job_id: int, uri: str) -> dict[str, Any]:
+        """The files that make sampler weights a model folder."""
+        target = f"{PREFIX}/jobs/{job_id}/state/files?{urlencode({'uri': uri})}"
+        return self._object("GET", target)
+
+    def state_piece(
+        self, job_id: int, uri: str, file: Mapping[str, Any], *, offset: int, length: int
+    ) -> bytes:
+        """Bytes of one of these files."""
+        asked = {"uri": uri, "name": file["name"], "version": file["version"]}
+        query = urlencode({**asked, "offset": offset, "length": length})
+        answer = self._contact.ask("GET", f"{PREFIX}/jobs/{job_id}/state/piece?{query}", b"")
+        if answer.status != 200:
+            self._read(answer)  # raises what it says
+        return answer.body
+
     def timeline(self, *, since_us: int, until_us: int) -> list[dict[str, Any]]:
         """Stretches of every WPG."""
         params = {"since_us": str(since_us), "until_us": str(until_us)}

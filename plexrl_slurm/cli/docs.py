@@ -42,7 +42,7 @@ _USUAL = (
 )
 _ERROR_WORDS = {
     1: "something else went wrong, or Slurm refused the job",
-    65: "what was given cannot be used: script, model, partition name, report name",
+    65: "what was given cannot be used: script, model, partition name, report name, checkpoint",
     66: "no such job, or not yours",
     69: "the partition's daemon does not answer",
     70: "a bug or a failed start of the daemon; its log has the rest",

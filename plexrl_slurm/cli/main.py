@@ -21,6 +21,7 @@ _WHERE: Final[Mapping[str, str]] = {
     "scancel": "plexrl_slurm.cli.queue:scancel",
     "sacct": "plexrl_slurm.cli.queue:sacct",
     "sinfo": "plexrl_slurm.cli.nodes:sinfo",
+    "state": "plexrl_slurm.cli.state:state",
     "explain": "plexrl_slurm.cli.explain:explain",
     "sreport": "plexrl_slurm.cli.report:sreport",
     "trace": "plexrl_slurm.cli.trace:trace",

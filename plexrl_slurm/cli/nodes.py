@@ -12,11 +12,18 @@ from plexrl_slurm.cli.app import App, shared
 @click.command()
 @click.option("-l", "--long", is_flag=True, help="Hold, host memory and models too.")
 @click.option("-h", "--noheader", is_flag=True, help="No first line.")
+@click.option("--state", is_flag=True, help="Every image instead, and bytes of every tier.")
 @shared
 @click.pass_obj
-def sinfo(app: App, long: bool, noheader: bool) -> None:
+def sinfo(app: App, long: bool, noheader: bool, state: bool) -> None:
     """Show the WPGs: what they do, for whom, and who waits."""
     with app.client() as client:
+        if state:
+            from plexrl_slurm.cli.state import partition_text
+
+            held = client.state()
+            app.answer(held, lambda: partition_text(held, header=not noheader))
+            return
         found = client.nodes()
     app.answer(found, lambda: _text(found, long=long, header=not noheader))
 

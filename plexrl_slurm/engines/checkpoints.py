@@ -20,7 +20,6 @@ from plexrl_slurm.memory.checkpoint import Manifest, RankFile
 from plexrl_slurm.memory.files import (
     NamedBuffer,
     part_name,
-    publish_folder,
     storage_errors,
     write_tensors,
 )
@@ -161,7 +160,13 @@ def _check_fit(manifest: Manifest, model: ModelSpec, world: int) -> None:
 
 
 def export(
-    skeleton: Skeleton, model: ModelSpec, path: Path, durable: Path | None, gang: Gang
+    skeleton: Skeleton,
+    model: ModelSpec,
+    path: Path,
+    durable: Path | None,
+    gang: Gang,
+    *,
+    uri: str = "",
 ) -> int:
     """Write the sampling weights to ``path``, and a loadable model folder to ``durable``."""
     failure: PlexError | None = None
@@ -173,18 +178,21 @@ def export(
                 path.parent.mkdir(parents=True, exist_ok=True)
             written = write_tensors(path, weights, durable=False).bytes
             if durable is not None:
-                _export_folder(weights, model, durable)
+                _export_folder(weights, model, durable, uri=uri, step=skeleton.step)
         except PlexError as error:
             failure = error
     gang.share_failure(failure)
     return gang.everyones(written)[0]
 
 
-def _export_folder(weights: list[NamedBuffer], model: ModelSpec, path: Path) -> None:
-    """A folder that transformers and vLLM load: weights, config, tokenizer."""
+def _export_folder(
+    weights: list[NamedBuffer], model: ModelSpec, path: Path, *, uri: str, step: int
+) -> None:
+    """A folder that transformers and vLLM load: weights, config, tokenizer; and a manifest."""
     part = checkpoint.begin(path)
     try:
-        write_tensors(part / "model.safetensors", weights, durable=True)
+        name = "model.safetensors"
+        written = write_tensors(part / name, weights, durable=True, checksum=True)
         with storage_errors(part, 0):
             for file in sorted(Path(model.path).iterdir()):
                 if file.is_file() and not _is_weights(file.name):
@@ -194,7 +202,15 @@ def _export_folder(weights: list[NamedBuffer], model: ModelSpec, path: Path) -> 
             config["dtype"] = model.dtype
             config.pop("torch_dtype", None)
             (part / "config.json").write_text(json.dumps(config, indent=2))
-        publish_folder(part, path)
+        manifest = Manifest(
+            uri=uri,
+            architecture=model.architecture,
+            world=1,
+            dtype=model.dtype,
+            step=step,
+            files=(RankFile(name=name, bytes=written.bytes, sha256=written.sha256),),
+        )
+        checkpoint.finish(path, manifest)
     finally:
         checkpoint.abandon(path)
 

@@ -245,7 +245,7 @@ class DeepSpeedEngine:
     def publish(self, body: wire.Publish, path: Path) -> wire.Saved:
         skeleton, model = self._resident()
         durable = Path(body.path) if body.path else None
-        written = export(skeleton, model, path, durable, self._gang)
+        written = export(skeleton, model, path, durable, self._gang, uri=body.uri)
         return wire.Saved(uri=body.uri, bytes=written)
 
     def digest(self) -> str:

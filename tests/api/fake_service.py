@@ -447,6 +447,33 @@ class FakeService:
     ) -> list[dict[str, Any]]:
         return [{"since_us": since_us, "until_us": until_us}]
 
+    async def partition_state(self, who: Principal) -> dict[str, Any]:
+        return {"images": [], "tiers": [], "uid": who.uid}
+
+    async def job_state(self, who: Principal, job_id: JobId) -> dict[str, Any]:
+        if job_id != 7:
+            raise NotFound("job", str(job_id))
+        return {"job_id": job_id, "images": []}
+
+    async def verify_state(self, who: Principal, job_id: JobId, *, uri: str) -> dict[str, Any]:
+        return {"uri": uri, "fine": True}
+
+    async def state_files(self, who: Principal, job_id: JobId, *, uri: str) -> dict[str, Any]:
+        return {"uri": uri, "files": []}
+
+    async def state_piece(
+        self,
+        who: Principal,
+        job_id: JobId,
+        *,
+        uri: str,
+        name: str,
+        version: str,
+        offset: int,
+        length: int,
+    ) -> bytes:
+        return f"{uri} {name} {version}".encode()[offset : offset + length]
+
     async def drain(self, who: Principal, *, on: bool) -> dict[str, Any]:
         return {"draining": on}
 

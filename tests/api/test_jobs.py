@@ -165,3 +165,20 @@ def test_only_root_and_the_service_user_are_admins() -> None:
     assert admin(os.getuid())
     assert not admin(os.getuid() + 54_321)
     assert principal_of_peer(UnixPeer(pid=1, uid=54_321_012, gid=1)).user == "54321012"
+
+
+def test_state_is_asked_for_by_job_and_files_come_as_they_are(api: Api) -> None:
+    with api.unix() as http:
+        assert http.get("/plexrl/v1/state").json()["uid"] == os.getuid()
+        assert http.get("/plexrl/v1/jobs/7/state").json() == {"job_id": 7, "images": []}
+        assert http.get("/plexrl/v1/jobs/8/state").status_code == 404
+        uri = {"uri": "tinker://a/weights/b"}
+        base = "/plexrl/v1/jobs/7/state"
+        assert http.get(f"{base}/verify", params=uri).json() == {**uri, "fine": True}
+        assert http.get(f"{base}/files", params=uri).json() == {**uri, "files": []}
+        piece: dict[str, Any] = {**uri, "name": "m", "version": "v", "offset": 18, "length": 3}
+        answer = http.get(f"{base}/piece", params=piece)
+        assert answer.content == f"{uri['uri']} m v".encode()[18:21]
+        assert answer.headers["content-type"] == "application/octet-stream"
+        for wrong in ({"offset": -1}, {"length": 2**63}, {"name": "n" * 2000}):
+            assert http.get(f"{base}/piece", params={**piece, **wrong}).status_code == 400
