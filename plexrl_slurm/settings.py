@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from plexrl_slurm.core import zero
 from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import BadConfig, BadInput
 from plexrl_slurm.model_folder import DTYPES, read_model_folder
@@ -46,6 +47,8 @@ ENGINE_OPTIONS: Final[Mapping[str, Mapping[str, Callable[[object], object]]]] = 
     "deepspeed": {
         "device_bytes": as_bytes,
         "zero_stage": as_count,
+        "offload_optimizer": as_text,
+        "offload_param": as_text,
         "max_tokens_per_microbatch": as_count,
         "prefix_sharing": as_switch,
         "model": as_name,
@@ -81,7 +84,8 @@ class WpgSettings:
     count: int = 1
     #: CPU cores for each WPG in turn: ``[[0], [1]]``; empty: anywhere.
     cores: tuple[tuple[int, ...], ...] = ()
-    #: Engine options: deepspeed ``zero_stage`` (1 or 2), ``max_tokens_per_microbatch``; vllm
+    #: Engine options: deepspeed ``zero_stage`` (1, 2 or 3), ``offload_optimizer`` and
+    #: ``offload_param`` (``none`` or ``cpu``), ``max_tokens_per_microbatch``; vllm
     #: ``kv_cache_bytes``, ``max_num_seqs``, ``prefix_caching``, ``block_size``; every engine
     #: ``device_bytes``: what residents may take on all GPUs of a WPG together.
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -250,8 +254,8 @@ def _wpg(report: Report, key: str, data: Mapping[str, Any]) -> WpgSettings | Non
     else:
         options.take("device_bytes", as_bytes, required=False)
         options.values = {**options.data, **options.values}
-    if options.values.get("zero_stage", 1) not in (1, 2):
-        report.bad(f"{key}.options.zero_stage", "it must be 1 or 2")
+    if engine == "deepspeed" and (impossible := zero.problem(options.values)) is not None:
+        report.bad(f"{key}.options.{impossible[0]}", impossible[1])
     cores, count = table.values.get("cores", ()), table.values.get("count", 1)
     if cores and len(cores) != count:
         report.bad(

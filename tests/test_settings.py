@@ -172,6 +172,20 @@ def test_every_setting_is_read(config: Path) -> None:
             id="option",
         ),
         pytest.param(
+            'engine = "deepspeed"',
+            'engine = "deepspeed"\noptions = { zero_stage = 4 }',
+            "wpg[0].options.zero_stage",
+            "this engine has 1, 2 and 3",
+            id="no such stage",
+        ),
+        pytest.param(
+            'engine = "deepspeed"',
+            'engine = "deepspeed"\noptions = { offload_param = "cpu" }',
+            "wpg[0].options.offload_param",
+            "it needs zero_stage 3",
+            id="options that exclude one another",
+        ),
+        pytest.param(
             'kv_cache_bytes = "64MiB"',
             'device_bytes = "1KiB"',
             "model[0]",

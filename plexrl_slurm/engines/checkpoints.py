@@ -109,6 +109,7 @@ def save(skeleton: Skeleton, model: ModelSpec, path: Path, uri: str, gang: Gang)
                 world=gang.world,
                 dtype=model.dtype,
                 step=skeleton.step,
+                sharded=skeleton.layout.stage == 3,
                 files=tuple(written),
             )
             checkpoint.finish(path, manifest)
@@ -127,7 +128,7 @@ def load(
     failure: PlexError | None = None
     try:
         manifest = checkpoint.read_manifest(path, uri)
-        _check_fit(manifest, model, gang.world)
+        _check_fit(manifest, model, gang.world, sharded=skeleton.layout.stage == 3)
         checkpoint.check_file(path, manifest.files[gang.rank], uri)
     except PlexError as error:
         failure = error
@@ -140,23 +141,29 @@ def load(
             tensor.copy_(file.get_tensor(name))
     if not optimizer:
         skeleton.reset_moments()
+    skeleton.refresh()
     skeleton.close_step()
     skeleton.set_counters({**skeleton.counters(), "step": manifest.step if optimizer else 0})
     return sum(tensor.numel() * tensor.element_size() for tensor in wanted.values())
 
 
-def _check_fit(manifest: Manifest, model: ModelSpec, world: int) -> None:
+def _check_fit(manifest: Manifest, model: ModelSpec, world: int, *, sharded: bool) -> None:
     if manifest.architecture != model.architecture:
         raise BadInput(
             f"{manifest.uri} is of architecture {manifest.architecture} ({manifest.dtype}) and "
             f"model {model.name} of {model.architecture} ({model.dtype}); load it into a "
             f"deployment of the same base model"
         )
-    if manifest.world != world:
+    if (manifest.world, manifest.sharded) != (world, sharded):
+        there, here = _stage(manifest.sharded), _stage(sharded)
         raise BadInput(
-            f"{manifest.uri} was saved by {manifest.world} ranks and this WPG has {world}; "
-            f"load it on a WPG of {manifest.world} ranks"
+            f"{manifest.uri} was saved by {manifest.world} ranks at {there} and this WPG has "
+            f"{world} at {here}; load it on a WPG of {manifest.world} ranks at {there}"
         )
+
+
+def _stage(sharded: bool) -> str:
+    return "zero_stage 3" if sharded else "zero_stage 1 or 2"
 
 
 def export(
@@ -171,8 +178,9 @@ def export(
     """Write the sampling weights to ``path``, and a loadable model folder to ``durable``."""
     failure: PlexError | None = None
     written = 0
+    named = skeleton.named_weights()  # all ranks give their share
     if gang.rank == 0:
-        weights = _buffers(skeleton.named_weights())
+        weights = _buffers(named)
         try:
             with storage_errors(path.parent, 0):
                 path.parent.mkdir(parents=True, exist_ok=True)

@@ -24,6 +24,7 @@ from torch import Tensor
 from plexrl_slurm import wire
 from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import BadImage, BadInput, StepSkipped, StorageFull
+from plexrl_slurm.core.zero import layout_of
 from plexrl_slurm.engines import batching, jit, losses
 from plexrl_slurm.engines.base import RankSpec
 from plexrl_slurm.engines.checkpoints import Gang, export, load, save
@@ -41,11 +42,9 @@ class DeepSpeedEngine:
     def __init__(self, spec: RankSpec) -> None:
         """Join the gang: returns when all ranks are there."""
         self._spec = spec
-        self._stage = int(spec.options.get("zero_stage", 2))
+        self._zero = layout_of(spec.options)
         self._max_tokens = int(spec.options.get("max_tokens_per_microbatch", 4096))
         self._share = bool(spec.options.get("prefix_sharing", True))
-        if self._stage not in (1, 2):
-            raise BadInput(f"zero_stage is {self._stage}; this engine has 1 and 2")
         if self._max_tokens < 1:
             raise BadInput("max_tokens_per_microbatch must be 1 or more")
         check_torch()
@@ -120,6 +119,7 @@ class DeepSpeedEngine:
                 raise BadImage(str(path), f"has another size of {name} than this layout")
             moved += copy_bytes(place, torch.frombuffer(source, dtype=place.dtype))
         skeleton.set_counters(header.state)
+        skeleton.refresh()
         self._deployment, self._model = deployment, model
         return moved
 
@@ -138,7 +138,7 @@ class DeepSpeedEngine:
         raise BadImage(str(path), f"has architecture {header.architecture}, unknown to this WPG")
 
     def _layout(self, architecture: str) -> str:
-        return f"{architecture}/zero{self._stage}"
+        return f"{architecture}/{self._zero.name}"
 
     def _slab(self, path: Path) -> Slab:
         for gone in [p for p, slab in self._slabs.items() if not p.exists()]:
@@ -152,7 +152,7 @@ class DeepSpeedEngine:
             self._skeleton = None
             gc.collect()  # DeepSpeed's engine is full of cycles
             self._deployment, self._model = "", None
-            self._skeleton = Skeleton(model, zero_stage=self._stage)
+            self._skeleton = Skeleton(model, layout=self._zero)
         return self._skeleton
 
     def _resident(self, deployment: str | None = None) -> tuple[Skeleton, ModelSpec]:

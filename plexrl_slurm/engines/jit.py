@@ -62,9 +62,11 @@ def prebuild() -> None:
     clear_stale_locks(extensions_dir())
     from deepspeed.accelerator import get_accelerator
 
-    builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
-    if builder is not None:
-        builder.load(verbose=False)
+    # The second is what offload_optimizer = "cpu" steps with.
+    for name in ("ShareMemCommBuilder", "CPUAdamBuilder"):
+        builder = get_accelerator().create_op_builder(name)
+        if builder is not None:
+            builder.load(verbose=False)
 
 
 if __name__ == "__main__":

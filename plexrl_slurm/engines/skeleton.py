@@ -4,8 +4,10 @@ Deployments of one architecture are copied in and out of the engine's own flat b
 place. DeepSpeed runs with ``managed_gradient_accumulation`` off: a backward pass only
 accumulates and ``step()`` is the boundary, so a step may stay open for as long as one likes
 and its gradients are part of the image. Which attributes hold what was found by experiment with
-DeepSpeed 0.19 (bit-identity at ZeRO-1 and 2, fp32 and bf16, one and two ranks; the tests of
-this package repeat it); another release must pass the same tests before it is allowed.
+DeepSpeed 0.19 (bit-identity at ZeRO-1, 2 and 3, with and without offload, fp32 and bf16, one, two
+and four ranks; the tests of this package repeat it); another release must pass the same tests
+before it is allowed. Where each
+stage keeps its tensors is in :mod:`plexrl_slurm.engines.buffers`.
 """
 
 import ctypes
@@ -14,6 +16,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,7 +25,9 @@ from torch import Tensor
 
 from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import BadInput
+from plexrl_slurm.core.zero import ZeroLayout
 from plexrl_slurm.engines.batching import MicroBatch
+from plexrl_slurm.engines.buffers import Buffers, ShardedWeights, WholeWeights
 from plexrl_slurm.engines.policy import Policy
 
 #: Counters of the engine and of its ZeRO optimizer that a deployment takes with it.
@@ -80,12 +85,12 @@ def quiet() -> Iterator[None]:
 class Skeleton:
     """The engine of one architecture. Whose state is in it is its owner's business."""
 
-    def __init__(self, model: ModelSpec, *, zero_stage: int) -> None:
+    def __init__(self, model: ModelSpec, *, layout: ZeroLayout) -> None:
         """Build it; all ranks together. Its first content is ``model``'s base weights."""
         import deepspeed
 
         self.architecture = model.architecture
-        self.zero_stage = zero_stage
+        self.layout = layout
         self.policy = Policy(_read_model(model))
         for parameter in self.policy.parameters():
             parameter.data = parameter.data.clone()  # mapped from the file until now
@@ -94,17 +99,19 @@ class Skeleton:
             self._engine = deepspeed.initialize(
                 model=self.policy,
                 model_parameters=list(self.policy.parameters()),
-                config=_config(model, zero_stage),
+                config=_config(model, layout),
             )[0]
         self._zero: Any = self._engine.optimizer
         self._inner: Any = self._zero.optimizer
-        self._masters: list[Tensor] = [
-            t.detach() for t in self._zero.single_partition_of_fp32_groups
-        ]
-        for master in self._zero.single_partition_of_fp32_groups:
+        self._buffers: Buffers = (
+            ShardedWeights(self.policy, self._zero)
+            if layout.stage == 3
+            else WholeWeights(self.policy, self._zero, partition_gradients=layout.stage == 2)
+        )
+        for master in self._buffers.masters:
             # What AdamW would make in its first step, so that images can be copied into it.
             self._inner.state[master] = {
-                "step": torch.zeros((), dtype=torch.float32),
+                "step": 0 if layout.offload_optimizer else torch.zeros((), dtype=torch.float32),
                 "exp_avg": torch.zeros_like(master.detach()),
                 "exp_avg_sq": torch.zeros_like(master.detach()),
             }
@@ -119,20 +126,20 @@ class Skeleton:
     @property
     def step(self) -> int:
         """Optimizer steps that the content has taken."""
-        return int(next(iter(self._inner.state.values()))["step"].item())
+        return int(next(iter(self._inner.state.values()))["step"])
 
     @property
     def parameters(self) -> int:
         """Number of parameters, tied ones once."""
-        return sum(p.numel() for p in self.policy.parameters())
+        return self._buffers.parameters()
 
     def weights(self) -> dict[str, Tensor]:
-        """Parameters as the model computes with them; complete on every rank."""
-        return {f"weights.{i}": t for i, t in enumerate(self._zero.bit16_groups_flat)}
+        """Parameters as the model computes with them; at ZeRO-3 this rank's share."""
+        return {f"weights.{i}": t for i, t in enumerate(self._buffers.weights())}
 
     def masters(self) -> dict[str, Tensor]:
         """This rank's share of the fp32 master weights."""
-        return {f"master.{i}": t for i, t in enumerate(self._masters)}
+        return {f"master.{i}": t.detach() for i, t in enumerate(self._buffers.masters)}
 
     def moments(self) -> dict[str, Tensor]:
         """This rank's share of AdamW's moments."""
@@ -144,19 +151,7 @@ class Skeleton:
 
     def gradients(self) -> dict[str, Tensor]:
         """Gradients of the open step; empty when none is open."""
-        if not self.open:
-            return {}
-        if self.zero_stage == 1:
-            return {
-                f"grad.{i}": p.grad
-                for i, p in enumerate(self.policy.parameters())
-                if p.grad is not None
-            }
-        return {
-            f"grad.{group}.{i}": tensor
-            for group, tensors in self._zero.all_grad_tensors.items()
-            for i, tensor in enumerate(tensors or ())
-        }
+        return self._buffers.gradients() if self.open else {}
 
     def image(self) -> dict[str, Tensor]:
         """Everything that an image must hold: moments only once there are some."""
@@ -169,7 +164,7 @@ class Skeleton:
         """Everything that an image must hold and that is not a tensor."""
         found = {f"engine.{name}": getattr(self._engine, name) for name in _ENGINE_COUNTERS}
         found |= {f"zero.{name}": getattr(self._zero, name) for name in _ZERO_COUNTERS}
-        found |= {"zero.ready": self._zero.ready_for_gradients, "open": self.open}
+        found |= {**self._buffers.state(), "open": self.open}
         return {name: int(value) for name, value in found.items()} | {"step": self.step}
 
     def set_counters(self, counters: Mapping[str, int]) -> None:
@@ -180,15 +175,16 @@ class Skeleton:
         for name in _ZERO_COUNTERS:
             was = getattr(self._zero, name)
             setattr(self._zero, name, type(was)(counters[f"zero.{name}"]))
-        for state in self._inner.state.values():
-            state["step"].fill_(counters["step"])
+        self._set_step(counters["step"])
         self.open = bool(counters["open"])
-        # The buckets of a ZeRO-1 step are set up by its first backward pass and dropped by
-        # its last; without them the next backward pass of a loaded step finds none.
-        self._zero._release_ipg_buffers()
-        if counters["zero.ready"]:
-            self._zero.micro_step_id -= 1
-            self._zero.setup_buckets()
+        self._buffers.set_state(counters, is_open=self.open)
+
+    def _set_step(self, step: int) -> None:
+        for state in self._inner.state.values():
+            if isinstance(state["step"], int):
+                state["step"] = step
+            else:
+                state["step"].fill_(step)
 
     def prepare(
         self, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -202,75 +198,59 @@ class Skeleton:
             places |= self.moments()
         else:
             self.reset_moments()
-        self._forget_gradients()
+        self._buffers.forget_gradients()
         grads = {name: shape for name, shape in tensors.items() if name.startswith("grad.")}
-        parameters = list(self.policy.parameters())
         for name, (dtype, shape) in grads.items():
-            slot = self._slots.get(name)
-            if slot is None:
-                slot = self._slots[name] = torch.empty(shape, dtype=dtype)
-            places[name] = slot
-            group, _, index = name.removeprefix("grad.").rpartition(".")
-            if self.zero_stage == 1:
-                parameters[int(index)].grad = slot
-            else:
-                self._zero.all_grad_tensors.setdefault(int(group), []).append(slot)
+            places[name] = self._buffers.place(name, partial(self._slot, name, dtype, shape))
         return {name: places[name] for name in tensors}
+
+    def _slot(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        if name not in self._slots:
+            self._slots[name] = torch.empty(shape, dtype=dtype)
+        return self._slots[name]
 
     def reset_moments(self) -> None:
         """Zero moments and step, as before the first optimizer step."""
-        for state in self._inner.state.values():
-            for tensor in state.values():
-                tensor.zero_()
+        for tensor in self.moments().values():
+            tensor.zero_()
+        self._set_step(0)
 
     def close_step(self) -> None:
         """Forget an open step: no gradients, counters as between two steps."""
         counters = self.counters()
-        self._forget_gradients()
+        self._buffers.forget_gradients()
         fresh = {f"zero.{name}": self._fresh[f"zero.{name}"] for name in _ZERO_COUNTERS}
         self.set_counters(
             {**counters, **fresh, "engine._unmanaged_backward_count": 0, "zero.ready": 0, "open": 0}
         )
 
-    def _forget_gradients(self) -> None:
-        for parameter in self.policy.parameters():
-            parameter.grad = None
-        self._zero.all_grad_tensors = {}
-        self._zero.averaged_gradients = {}
-
     def reset(self, model: ModelSpec) -> None:
         """Fresh state: ``model``'s base weights, zero moments, step 0."""
-        base = dict(_read_model(model).named_parameters())
-        with torch.no_grad():
-            for name, parameter in self.policy.model.named_parameters():
-                parameter.copy_(base[name])
-        self.follow_weights()
-        self._forget_gradients()
+        self._buffers.fill(dict(_read_model(model).named_parameters()))
+        self._buffers.follow_weights()
+        self._buffers.forget_gradients()
         self.reset_moments()
         self.set_counters(self._fresh)
+        self.refresh()
 
-    def follow_weights(self) -> None:
-        """Make the master weights those of the model."""
-        for master, partitions, group in zip(
-            self._masters,
-            self._zero.parallel_partitioned_bit16_groups,
-            self._zero.real_dp_process_group,
-            strict=True,
-        ):
-            master.copy_(partitions[torch.distributed.get_rank(group)])
+    def refresh(self) -> None:
+        """To be called when the weights have been changed from outside."""
+        self._buffers.refresh()
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters by their Hugging Face names, tied ones once."""
-        for name, parameter in self.policy.model.named_parameters():
-            yield name, parameter.detach()
+    def named_weights(self) -> list[tuple[str, Tensor]]:
+        """Parameters by their Hugging Face names, tied ones once.
+
+        At ZeRO-3 on rank 0 only, and all ranks must ask.
+        """
+        return list(self._buffers.named())
 
     def release(self) -> None:
         """Give the memory back; the skeleton cannot be used any more.
 
         DeepSpeed's hooks keep an engine alive that nobody holds, so its storages go first.
         """
-        state = {**self.weights(), **self.masters(), **self.moments(), **self.gradients()}
-        for tensor in (*state.values(), *self._slots.values()):
+        state = {**self.moments(), **self.gradients()}
+        for tensor in (*self._buffers.all(), *state.values(), *self._slots.values()):
             tensor.untyped_storage().resize_(0)
         self._engine.destroy()
 
@@ -278,18 +258,23 @@ class Skeleton:
 
     def logprobs(self, batch: MicroBatch) -> Tensor:
         """Logprobs without a gradient; no counter moves."""
-        with torch.no_grad():
+        with torch.no_grad(), quiet():
             result: Tensor = self.policy(batch)
         return result
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """Logprobs that a loss can be made of."""
-        result: Tensor = self._engine(batch)
+        with quiet():
+            result: Tensor = self._engine(batch)
         return result
 
     def backward(self, loss: Tensor) -> None:
-        """Add the loss's gradients to the open step, or open one. Collective at ZeRO-2."""
-        self._engine.backward(loss)
+        """Add the loss's gradients to the open step, or open one. Collective from ZeRO-2."""
+        if self.layout.stage == 3:
+            # It can only average over the ranks.
+            loss = loss * torch.distributed.get_world_size()
+        with quiet():
+            self._engine.backward(loss)
         self.open = True
 
     def take_step(self, *, clip: float, **adam: Any) -> float:
@@ -300,9 +285,29 @@ class Skeleton:
         self._zero.clip_grad = clip
         for group in self._inner.param_groups:
             group.update(adam)
-        self._engine.step()
+        if self.layout.offload_optimizer:
+            self._forget_beta_powers()
+        with quiet():
+            self._engine.step()
         self.open = False
         return float("nan") if self._zero.overflow else float(self._zero._global_grad_norm)
+
+    def _forget_beta_powers(self) -> None:
+        """Make DeepSpeedCPUAdam compute beta^step anew.
+
+        In C++ it multiplies by beta from step to step, unless somebody else's step came in
+        between or the process is a new one; a new object has nothing to multiply.
+        """
+        inner, group = self._inner, self._inner.param_groups[0]
+        inner.ds_opt_adam.create_adam(
+            inner.opt_id,
+            group["lr"],
+            *group["betas"],
+            group["eps"],
+            group["weight_decay"],
+            inner.adam_w_mode,
+            False,
+        )
 
 
 def _read_model(model: ModelSpec) -> Any:
@@ -321,20 +326,32 @@ def _read_model(model: ModelSpec) -> Any:
         )
 
 
-def _config(model: ModelSpec, zero_stage: int) -> dict[str, Any]:
+def _config(model: ModelSpec, layout: ZeroLayout) -> dict[str, Any]:
+    zero: dict[str, Any] = {
+        "stage": layout.stage,
+        "overlap_comm": False,
+        "reduce_bucket_size": _BUCKET_ELEMENTS,
+    }
+    # Not pinned: what moves is copied by us, and images are not pinned either.
+    host = {"device": "cpu", "pin_memory": False}
+    if layout.offload_optimizer:
+        zero["offload_optimizer"] = host
+    if layout.offload_param:
+        zero["offload_param"] = host
+    if layout.stage == 3:
+        # No parameter stays whole between calls: loading an image would have to gather it.
+        zero["stage3_param_persistence_threshold"] = 0
+    adam: dict[str, Any] = {"lr": 0.0}
+    if not layout.offload_optimizer:
+        adam |= {"torch_adam": True, "fused": True}  # its whole state is in tensors
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
-        # Losses are sums over tokens, so gradients are sums over ranks.
-        "gradient_allreduce_op": "sum",
-        "zero_optimization": {
-            "stage": zero_stage,
-            "overlap_comm": False,
-            "reduce_bucket_size": _BUCKET_ELEMENTS,
-        },
-        # PyTorch's AdamW: DeepSpeed's own keeps state in C++ that a restart loses.
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.0, "torch_adam": True, "fused": True}},
+        # Losses are sums over tokens, so gradients are sums over ranks; see also backward().
+        "gradient_allreduce_op": "mean" if layout.stage == 3 else "sum",
+        "zero_optimization": zero,
+        "optimizer": {"type": "AdamW", "params": adam},
         "bf16": {"enabled": model.dtype == "bfloat16"},
         "steps_per_print": None,
     }

@@ -38,6 +38,8 @@ class Manifest(msgspec.Struct, frozen=True):
     step: int
     files: tuple[RankFile, ...]
     format: int = _FORMAT
+    #: Weights are shared out to the ranks too (ZeRO-3).
+    sharded: bool = False
 
     @property
     def bytes(self) -> int:

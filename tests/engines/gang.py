@@ -13,8 +13,27 @@ from plexrl_slurm.core.errors import BadInput
 from plexrl_slurm.engines.deepspeed import DeepSpeedEngine
 from tests.engines.training import CREATE, adam, grpo, rank_spec, supervised, tiny_spec
 
-#: ``(zero stage, dtype)``.
-LAYOUTS = [(1, "float32"), (2, "float32"), (1, "bfloat16"), (2, "bfloat16")]
+OPTIMIZER = {"offload_optimizer": "cpu"}
+#: Engine options by layout.
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "1": {"zero_stage": 1},
+    "2": {"zero_stage": 2},
+    "3": {"zero_stage": 3},
+    "1-optimizer": {"zero_stage": 1, **OPTIMIZER},
+    "2-optimizer": {"zero_stage": 2, **OPTIMIZER},
+    "3-optimizer-param": {"zero_stage": 3, **OPTIMIZER, "offload_param": "cpu"},
+}
+#: What a gang of so many ranks runs: layout and dtype.
+PROGRAMS: dict[int, list[str]] = {
+    1: [f"{layout}-float32" for layout in LAYOUTS],
+    2: [
+        *(f"{stage}-{dtype}" for stage in (1, 2, 3) for dtype in ("float32", "bfloat16")),
+        "1-optimizer-float32",
+        "2-optimizer-bfloat16",
+        "3-optimizer-param-float32",
+    ],
+    4: ["1-float32", "2-float32", "3-float32", "3-optimizer-param-bfloat16"],
+}
 #: More than a rank's share, fewer datums than ranks, and groups of a shared prompt.
 CALLS = [supervised(1, 5, 9, 20, 31), supervised(2, 7), grpo(3, group=5), grpo(4, group=4)]
 
@@ -64,22 +83,23 @@ def overflowing() -> wire.ForwardBackward:
 
 
 def run(model: Path, out: Path, rank: int, world: int, port: int) -> dict[str, Any]:
-    """All layouts in one process."""
+    """All layouts of the program in one process."""
     report: dict[str, Any] = {}
-    for stage, dtype in LAYOUTS:
+    for name in PROGRAMS[world]:
+        layout, _, dtype = name.rpartition("-")
         spec = rank_spec(
             tiny_spec(model, dtype),
             rank=rank,
             world=world,
             port=port,
-            zero_stage=stage,
             max_tokens_per_microbatch=32,
+            **LAYOUTS[layout],
         )
         engine = DeepSpeedEngine(spec)
         engine.create("a", CREATE)
         told = learn(engine)
         digest = engine.digest()
-        folder = out / f"{stage}-{dtype}"
+        folder = out / name
         folder.mkdir(exist_ok=True)
         engine.publish(wire.Publish(snapshot="s"), folder / "weights.safetensors")
         saved = engine.save_state(wire.SaveState(path=str(folder / "checkpoint"), uri="u"))
@@ -87,7 +107,7 @@ def run(model: Path, out: Path, rank: int, world: int, port: int) -> dict[str, A
         unchanged = engine.digest() == digest
         engine.create("b", CREATE)
         engine.load_state(wire.LoadState(path=str(folder / "checkpoint"), uri="u", optimizer=True))
-        report[f"{stage}-{dtype}"] = {
+        report[name] = {
             "logprobs": [
                 [array.numpy().tolist() for array in output.logprobs]
                 for output in told
@@ -102,7 +122,7 @@ def run(model: Path, out: Path, rank: int, world: int, port: int) -> dict[str, A
             "unchanged": unchanged,
         }
         engine.load_state(wire.LoadState(path=str(folder / "checkpoint"), uri="u", optimizer=True))
-        report[f"{stage}-{dtype}"]["restored"] = engine.digest()
+        report[name]["restored"] = engine.digest()
     return report
 
 

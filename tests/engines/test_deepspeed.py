@@ -13,6 +13,7 @@ from plexrl_slurm.core.errors import BadImage, StorageFull
 from plexrl_slurm.engines.base import RankSpec
 from plexrl_slurm.engines.deepspeed import DeepSpeedEngine
 from plexrl_slurm.memory.slab import read_header
+from tests.engines.gang import LAYOUTS
 from tests.engines.training import (
     CREATE,
     PARAMETERS,
@@ -72,15 +73,20 @@ def run_alone(spec: RankSpec, name: str) -> tuple[list[object], str]:
     return job.told, engine.digest()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("zero_stage", [1, 2])
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [
+        *((layout, dtype) for layout in "123" for dtype in ("float32", "bfloat16")),
+        ("1-optimizer", "bfloat16"),
+        ("2-optimizer", "float32"),
+        ("3-optimizer-param", "bfloat16"),
+    ],
+)
 def test_multiplexed_learning_is_bit_identical(
-    tiny_folder: Path, tmp_path: Path, dtype: str, zero_stage: int
+    tiny_folder: Path, tmp_path: Path, dtype: str, layout: str
 ) -> None:
     # Small micro-batches: several backward passes per call.
-    spec = rank_spec(
-        tiny_spec(tiny_folder, dtype), zero_stage=zero_stage, max_tokens_per_microbatch=24
-    )
+    spec = rank_spec(tiny_spec(tiny_folder, dtype), max_tokens_per_microbatch=24, **LAYOUTS[layout])
     engine = DeepSpeedEngine(spec)
     jobs = {name: Job(name) for name in RATES}
     for name in jobs:

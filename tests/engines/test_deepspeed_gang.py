@@ -1,4 +1,4 @@
-"""Two ranks learn what one learns; a fresh process goes on where another one stopped."""
+"""Two and four ranks learn what one learns; a fresh process goes on where another one stopped."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from plexrl_slurm import wire
 from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import BadInput
 from plexrl_slurm.engines.deepspeed import DeepSpeedEngine
-from tests.engines.gang import LAYOUTS
+from tests.engines.gang import PROGRAMS
 from tests.engines.training import CREATE, adam, rank_spec, supervised
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(200)]
@@ -73,57 +73,85 @@ def two(tiny_folder: Path, folder: Path) -> list[dict[str, Any]]:
     return run_gang(tiny_folder, folder / "two", 2)
 
 
-NAMES = [f"{stage}-{dtype}" for stage, dtype in LAYOUTS]
+@pytest.fixture(scope="module")
+def four(tiny_folder: Path, folder: Path) -> list[dict[str, Any]]:
+    return run_gang(tiny_folder, folder / "four", 4)
 
 
-@pytest.mark.parametrize("layout", NAMES)
-def test_both_ranks_tell_the_same(two: list[dict[str, Any]], layout: str) -> None:
+@pytest.fixture
+def gang(request: pytest.FixtureRequest, world: int) -> list[dict[str, Any]]:
+    ranks: list[dict[str, Any]] = request.getfixturevalue({2: "two", 4: "four"}[world])
+    return ranks
+
+
+CASES = [pytest.param(n, name, id=f"{n} ranks-{name}") for n in (2, 4) for name in PROGRAMS[n]]
+FLOAT32 = [case for case in CASES if "float32" in str(case.id)]
+every_case = pytest.mark.parametrize(("world", "layout"), CASES)
+
+
+@every_case
+def test_all_ranks_tell_the_same(gang: list[dict[str, Any]], layout: str) -> None:
     for what in ("logprobs", "metrics", "saved_bytes", "bad"):
-        assert two[0][layout][what] == two[1][layout][what]
+        for other in gang[1:]:
+            assert other[layout][what] == gang[0][layout][what]
 
 
-@pytest.mark.parametrize("layout", [name for name in NAMES if "float32" in name])
-def test_two_ranks_learn_what_one_learns(
-    one: dict[str, Any], two: list[dict[str, Any]], folder: Path, layout: str
+@pytest.mark.parametrize(("world", "layout"), FLOAT32)
+def test_several_ranks_learn_what_one_learns(
+    one: dict[str, Any], gang: list[dict[str, Any]], folder: Path, world: int, layout: str
 ) -> None:
-    alone, together = one[layout], two[0][layout]
+    alone, together = one[layout], gang[0][layout]
     for wanted, found in zip(alone["metrics"], together["metrics"], strict=True):
         assert found == pytest.approx(wanted, rel=1e-5)
     for wanted, found in zip(alone["logprobs"], together["logprobs"], strict=True):
         for row, other in zip(wanted, found, strict=True):
             torch.testing.assert_close(torch.tensor(other), torch.tensor(row), atol=1e-5, rtol=0.0)
-    weights = [load_file(folder / gang / layout / "weights.safetensors") for gang in ("one", "two")]
+    names = ("one", {2: "two", 4: "four"}[world])
+    weights = [load_file(folder / name / layout / "weights.safetensors") for name in names]
+    assert weights[0].keys() == weights[1].keys()
     for name in weights[0]:
         torch.testing.assert_close(weights[0][name], weights[1][name], atol=1e-6, rtol=0.0)
 
 
-@pytest.mark.parametrize("layout", [name for name in NAMES if "bfloat16" in name])
+@pytest.mark.parametrize("layout", [name for name in PROGRAMS[1] if not name.startswith("2-float")])
+def test_all_layouts_learn_the_same(one: dict[str, Any], folder: Path, layout: str) -> None:
+    for wanted, found in zip(one["2-float32"]["metrics"], one[layout]["metrics"], strict=True):
+        assert found == pytest.approx(wanted, rel=1e-5)
+    weights = [
+        load_file(folder / "one" / name / "weights.safetensors") for name in ("2-float32", layout)
+    ]
+    for name in weights[0]:
+        torch.testing.assert_close(weights[0][name], weights[1][name], atol=1e-6, rtol=0.0)
+
+
+@pytest.mark.parametrize("layout", [name for name in PROGRAMS[2] if "bfloat16" in name])
 def test_two_ranks_learn_nearly_what_one_learns_in_bf16(
     one: dict[str, Any], two: list[dict[str, Any]], layout: str
 ) -> None:
-    for wanted, found in zip(one[layout]["metrics"], two[0][layout]["metrics"], strict=True):
+    exact = one[layout.replace("bfloat16", "float32")]["metrics"]
+    for wanted, found in zip(exact, two[0][layout]["metrics"], strict=True):
         for key in ("loss:sum", "grad_norm"):
             if key in wanted:
                 assert found[key] == pytest.approx(wanted[key], rel=0.05, abs=0.2)
 
 
-@pytest.mark.parametrize("layout", NAMES)
-def test_a_gang_of_two_multiplexes_bit_identically(two: list[dict[str, Any]], layout: str) -> None:
-    for rank in two:
+@every_case
+def test_a_gang_multiplexes_bit_identically(gang: list[dict[str, Any]], layout: str) -> None:
+    for rank in gang:
         assert rank[layout]["by_turns"] == rank[layout]["digest"]
 
 
-@pytest.mark.parametrize("layout", NAMES)
-def test_a_gang_restores_its_checkpoint(two: list[dict[str, Any]], layout: str) -> None:
-    for rank in two:
+@every_case
+def test_a_gang_restores_its_checkpoint(gang: list[dict[str, Any]], layout: str) -> None:
+    for rank in gang:
         assert rank[layout]["restored"] == rank[layout]["digest"]
 
 
-@pytest.mark.parametrize("layout", NAMES)
-def test_what_overflows_on_one_rank_fails_on_both_and_changes_nothing(
-    two: list[dict[str, Any]], layout: str
+@every_case
+def test_what_overflows_on_one_rank_fails_on_all_and_changes_nothing(
+    gang: list[dict[str, Any]], layout: str
 ) -> None:
-    for rank in two:
+    for rank in gang:
         assert "is not finite" in rank[layout]["bad"]
         assert rank[layout]["unchanged"] is True
 
@@ -135,7 +163,7 @@ def test_a_gangs_checkpoint_does_not_fit_one_rank(
     engine.create("a", CREATE)
     before = engine.digest()
     path = folder / "two" / "2-float32" / "checkpoint"
-    with pytest.raises(BadInput, match="saved by 2 ranks and this WPG has 1"):
+    with pytest.raises(BadInput, match="saved by 2 ranks at zero_stage 1 or 2 and this WPG has 1 "):
         engine.load_state(wire.LoadState(path=str(path), uri="u", optimizer=True))
     assert engine.digest() == before
 

@@ -149,7 +149,7 @@ def test_bad_data_is_named_and_changes_nothing(
     assert image(engine, tmp_path / "after") == before
 
 
-@pytest.mark.parametrize("zero_stage", [1, 2])
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
 @pytest.mark.parametrize("was_open", [False, True], ids=["closed step", "open step"])
 def test_a_loss_that_is_not_finite_takes_back_what_it_added(
     tiny_model: ModelSpec, tmp_path: Path, zero_stage: int, was_open: bool
@@ -230,9 +230,9 @@ def test_bad_adam_params_are_named_and_the_step_stays_open(
     ("make", "sentence"),
     [
         pytest.param(
-            lambda model: DeepSpeedEngine(rank_spec(model, zero_stage=3)),
-            "zero_stage is 3",
-            id="stage 3",
+            lambda model: DeepSpeedEngine(rank_spec(model, zero_stage=4)),
+            "zero_stage: it is 4, and this engine has 1, 2 and 3",
+            id="stage 4",
         ),
         pytest.param(
             lambda model: DeepSpeedEngine(rank_spec(model, max_tokens_per_microbatch=0)),
