@@ -106,7 +106,7 @@ def test_files_of_another_stage_are_refused(
 
 
 def test_a_checkpoint_moves_between_host_and_device(tiny_model: ModelSpec, tmp_path: Path) -> None:
-    digests = []
+    digests: list[str] = []
     for layout in ("3-optimizer-param", "3"):
         engine = DeepSpeedEngine(rank_spec(tiny_model, **LAYOUTS[layout]))
         engine.create("a", CREATE)
