@@ -77,8 +77,6 @@ def run_alone(spec: RankSpec, name: str) -> tuple[list[object], str]:
     ("layout", "dtype"),
     [
         *((layout, dtype) for layout in "123" for dtype in ("float32", "bfloat16")),
-        ("1-optimizer", "bfloat16"),
-        ("2-optimizer", "float32"),
         ("3-optimizer-param", "bfloat16"),
     ],
 )

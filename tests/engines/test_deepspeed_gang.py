@@ -124,6 +124,11 @@ def test_all_layouts_learn_the_same(one: dict[str, Any], folder: Path, layout: s
         torch.testing.assert_close(weights[0][name], weights[1][name], atol=1e-6, rtol=0.0)
 
 
+@pytest.mark.parametrize("layout", PROGRAMS[1])
+def test_one_rank_multiplexes_bit_identically(one: dict[str, Any], layout: str) -> None:
+    assert one[layout]["by_turns"] == one[layout]["digest"]
+
+
 @pytest.mark.parametrize("layout", [name for name in PROGRAMS[2] if "bfloat16" in name])
 def test_two_ranks_learn_nearly_what_one_learns_in_bf16(
     one: dict[str, Any], two: list[dict[str, Any]], layout: str
