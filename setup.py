@@ -22,6 +22,7 @@ setup(
     install_requires=[
         "alembic>=1.13",
         "click>=8.1",
+        "crc32c>=2.7",
         "fastapi>=0.110",
         "httpx>=0.27",
         "jinja2>=3.1",

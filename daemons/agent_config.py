@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from plexrl_slurm.daemons.nvme_tier import NvmeTier
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentConfig:
@@ -20,6 +22,11 @@ class AgentConfig:
     host_dir: str
     #: Folder for snapshots that all agents share; "": each has its own, on its tmpfs.
     snapshots_dir: str = ""
+    #: Bytes that images and snapshots may take in host_dir; with NVMe, the agent keeps to them.
+    host_bytes: int = 0
+    #: Folder on a disk of the node for images that do not fit; "": there is none.
+    nvme_dir: str = ""
+    nvme_bytes: int = 0
     #: Component of the hold that the node belongs to.
     component: int = 0
     #: How often Slurm had requeued the hold.
@@ -30,6 +37,19 @@ class AgentConfig:
         """The shared folder, if there is one."""
         return Path(self.snapshots_dir) if self.snapshots_dir else None
 
+    @property
+    def homes(self) -> list[Path]:
+        """Folders that this agent alone owns."""
+        return [Path(folder) for folder in (self.host_dir, self.nvme_dir) if folder]
+
+    @property
+    def nvme(self) -> NvmeTier | None:
+        """The tier below the host tier, if there is one."""
+        if not self.nvme_dir:
+            return None
+        shared = bool(self.snapshots_dir)
+        return NvmeTier(Path(self.nvme_dir), limit=self.nvme_bytes, shared=shared)
+
     @classmethod
     def read(cls, path: Path) -> "AgentConfig":
         """The file; where it names no node, Slurm's word for this one, which has its own folder."""
@@ -37,13 +57,15 @@ class AgentConfig:
         if config.node:
             return config
         node, component = os.environ["SLURMD_NODENAME"], int(os.environ["PLEXRL_COMPONENT"])
+        own = Path(node) / f"{config.hold}.{component}"
         return replace(
             config,
+            nvme_dir=str(Path(config.nvme_dir) / own) if config.nvme_dir else "",
             node=node,
             component=component,
             restarts=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
             agent=f"{config.hold}.{component}.{node}",
-            host_dir=str(Path(config.host_dir) / node / f"{config.hold}.{component}"),
+            host_dir=str(Path(config.host_dir) / own),
         )
 
 

@@ -25,8 +25,9 @@ from plexrl_slurm import logs
 from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.errors import PlexError
 from plexrl_slurm.daemons.agent_config import AgentConfig, devices_of, visible_gpus
+from plexrl_slurm.daemons.folders import tidy_siblings
 from plexrl_slurm.daemons.gang import Gang, GangLost
-from plexrl_slurm.daemons.host_tier import HostTier, tidy_siblings
+from plexrl_slurm.daemons.host_tier import HostTier
 from plexrl_slurm.engines import ranklink
 from plexrl_slurm.logs import say
 from plexrl_slurm.transport import messages as tm
@@ -63,7 +64,13 @@ class Agent:
         #: GPUs that Slurm gave this node's agent; ``None``: it said nothing about GPUs.
         self._gpus = visible_gpus(os.environ)
         writer = f"{config.agent}.{self._epoch}"
-        self._tier = HostTier(Path(config.host_dir), snapshots=config.snapshots, writer=writer)
+        self._tier = HostTier(
+            Path(config.host_dir),
+            snapshots=config.snapshots,
+            writer=writer,
+            nvme=config.nvme,
+            host_bytes=config.host_bytes,
+        )
         self._private = Path(tempfile.mkdtemp(prefix="plexrl-agent-"))
         self._context = zmq.asyncio.Context()
         self._ranks = self._context.socket(zmq.ROUTER)
@@ -79,9 +86,8 @@ class Agent:
         """Serve until told that the hold is given back."""
         await self._tier.own()
         if self._config.snapshots_dir:  # a node of Slurm's: its folder lies beside earlier holds'
-            tidy_siblings(
-                Path(self._config.host_dir), say=lambda folder: say(log, "left_over", folder=folder)
-            )
+            for folder in self._config.homes:
+                tidy_siblings(folder, say=lambda gone: say(log, "left_over", folder=gone))
         loops: list[asyncio.Task[Any]] = [
             asyncio.create_task(coroutine)
             for coroutine in (self._hear_daemon(), self._hear_ranks(), self._beat())
@@ -168,6 +174,7 @@ class Agent:
             self._moving -= 1
             if self._moving == 0:
                 self._still.set()
+                self._spawn(self._tier.copy_below(quiet=self._still.is_set))
             self._tidy()
 
     def _tidy(self) -> None:
@@ -323,64 +330,55 @@ class Agent:
                     self._resident.pop(order.wpg, None)
                 await self._report(self._done(order.id, order.wpg, "switch", answers))
             return
-        store = self._tier.store(order.wpg)
         self._tier.returns(order.incoming)
-        held, error = None, f"no image of {order.incoming}"
+        passage, error = None, f"no image of {order.incoming}"
         try:
-            held = await self._tier.fetch(order)
+            passage = await self._tier.begin_switch(order)
         except PlexError as problem:
             error = str(problem)
-        if held is None:
+        if passage is None or passage.held is None:
             answer = ranklink.Answer(order.id, False, error=error)
             await self._report(self._done(order.id, order.wpg, "switch", [answer]))
             return
-        slot = store.begin() if order.outgoing else None
-        saves = [str(path) for path in store.paths(slot)] if slot is not None else None
         operations: list[ranklink.Operation] = [
             ranklink.Load(
                 incoming=order.incoming,
                 load_path=str(path),
                 outgoing=order.outgoing,
-                save_path=saves[rank] if saves else "",
+                save_path=str(passage.saves[rank]) if passage.saves else "",
                 progress=order.progress,
             )
-            for rank, path in enumerate(store.paths(held.slot))
+            for rank, path in enumerate(passage.loads)
         ]
+        ok = False
         try:
             answers = await gang.order(order.id, operations)
+            ok = all(answer.ok for answer in answers)
         except GangLost:
-            if slot is not None:
-                store.abandon(slot)
             return
-        ok = all(answer.ok for answer in answers)
-        if slot is not None:
-            if ok:
-                store.commit(slot, deployment=order.outgoing, progress=order.progress)
-            else:
-                store.abandon(slot)
+        finally:
+            self._tier.end(passage, order.outgoing, order.progress, ok=ok)
         if ok:
             self._resident[order.wpg] = order.incoming
-            self._progress[order.wpg] = held.progress
+            self._progress[order.wpg] = passage.held.progress
         else:
             self._resident.pop(order.wpg, None)
         await self._report(self._done(order.id, order.wpg, "switch", answers))
 
     async def _save(self, order: tm.SaveOrder) -> None:
-        gang, store = self._gangs[order.wpg], self._tier.store(order.wpg)
+        gang = self._gangs[order.wpg]
         self._tier.returns(order.deployment)
-        slot = store.begin()
+        passage, ok = await self._tier.begin_save(order), False
         operations: list[ranklink.Operation] = [
-            ranklink.Save(order.deployment, str(path), order.progress) for path in store.paths(slot)
+            ranklink.Save(order.deployment, str(path), order.progress) for path in passage.saves
         ]
         try:
             answers = await gang.order(order.id, operations)
+            ok = all(answer.ok for answer in answers)
         except GangLost:
-            store.abandon(slot)
             return
-        if all(answer.ok for answer in answers):
-            store.commit(slot, deployment=order.deployment, progress=order.progress)
-        else:
-            store.abandon(slot)
+        finally:
+            self._tier.end(passage, order.deployment, order.progress, ok=ok)
         await self._report(self._done(order.id, order.wpg, "save", answers))
 
     async def _persist(self, order: tm.PersistOrder) -> None:

@@ -102,6 +102,7 @@ def _of_partition(settings: Settings) -> str:
 
 def _config(settings: Settings, hold: str, endpoint: str) -> AgentConfig:
     host = settings.host_dir / settings.partition
+    nvme = settings.nvme_dir / settings.partition if settings.nvme_dir is not None else ""
     if settings.backend == "local":
         return AgentConfig(
             agent=f"{hold}.0.{LOCALHOST}",
@@ -110,6 +111,9 @@ def _config(settings: Settings, hold: str, endpoint: str) -> AgentConfig:
             endpoint=endpoint,
             state_dir=str(settings.state_dir),
             host_dir=str(host),
+            host_bytes=settings.host_bytes,
+            nvme_dir=str(nvme),
+            nvme_bytes=settings.nvme_bytes,
         )
     return AgentConfig(
         agent="",
@@ -118,6 +122,9 @@ def _config(settings: Settings, hold: str, endpoint: str) -> AgentConfig:
         endpoint=endpoint,
         state_dir=str(settings.state_dir),
         host_dir=str(host),
+        host_bytes=settings.host_bytes,
+        nvme_dir=str(nvme),
+        nvme_bytes=settings.nvme_bytes,
         snapshots_dir=str(settings.snapshots_dir),
     )
 

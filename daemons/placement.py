@@ -35,6 +35,7 @@ class Placer:
         self.why_no_more = ""
         self._state, self._models = state, settings.models
         self._host_bytes, self._tables = settings.host_bytes, settings.wpgs
+        self._nvme_bytes = settings.nvme_bytes if settings.nvme_dir is not None else 0
         self._memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def restore(self, job: LiveJob, homes: Mapping[str, str], models: Sequence[str]) -> None:
@@ -131,6 +132,7 @@ class Placer:
                 wpg=held.wpg,
                 device_bytes=self._device_bytes(held.slot.table),
                 host_bytes=self._host_bytes,
+                nvme_bytes=self._nvme_bytes if held.wpg.pool is Pool.TRAIN else 0,
             )
             for wpg, held in self.wpgs.items()
             if wpg not in self.draining

@@ -15,6 +15,7 @@ from typing import Any, Final
 from plexrl_slurm.core import zero
 from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import BadConfig, BadInput
+from plexrl_slurm.filesystems import network_kind
 from plexrl_slurm.model_folder import DTYPES, read_model_folder
 from plexrl_slurm.slurm_settings import HoldSettings, check_shapes, read_hold
 from plexrl_slurm.tomlcheck import (
@@ -105,6 +106,10 @@ class Settings:
     host_dir: Path
     #: Bytes that images and snapshots may take there.
     host_bytes: int
+    #: Below it: a folder on a disk of each node, absolute; ``None``: images are in memory only.
+    nvme_dir: Path | None = None
+    #: Bytes that images may take there.
+    nvme_bytes: int = 0
     #: TCP address of the API, for controllers.
     listen_host: str = "127.0.0.1"
     listen_port: int = 8421
@@ -210,6 +215,7 @@ def check(path: Path) -> Findings:
     _check_pools(report, wpgs, complete=len(wpgs) == len(wpg_tables))
     check_shapes(report, hold, [(wpg.pool, wpg.gpus, wpg.count) for wpg in wpgs])
     _check_models(report, models, values.get("host_bytes"), wpgs)
+    _check_nvme(report, values, [model for _, model in models])
     _check_places(report, values)
     problems = report.sentences()
     settings = None
@@ -352,6 +358,31 @@ def _check_models(
                 )
     if not models and not report.has("model"):
         report.bad("model", "the catalogue is empty: add a [[model]] table with name and path")
+
+
+def _check_nvme(report: Report, values: Mapping[str, Any], models: Sequence[ModelSpec]) -> None:
+    """What must hold of ``nvme_dir`` and ``nvme_bytes``."""
+    folder, size = values.get("nvme_dir"), values.get("nvme_bytes")
+    given = [name for name in ("nvme_dir", "nvme_bytes") if report.has(f"partition.{name}")]
+    if len(given) == 1:
+        other = "nvme_bytes" if given == ["nvme_dir"] else "nvme_dir"
+        report.bad(
+            f"partition.{given[0]}",
+            f"it has no effect without partition.{other}: write both, or neither",
+        )
+    if folder is not None and (kind := network_kind(folder)):
+        report.bad(
+            "partition.nvme_dir",
+            f"{folder} is on {kind}, which is not a disk of the node: choose a folder on a local "
+            f"file system, or leave nvme_dir and nvme_bytes out",
+        )
+    for model in models:
+        if folder is not None and size is not None and model.train_bytes > size:
+            report.bad(
+                "partition.nvme_bytes",
+                f"a training image of model {model.name} has {model.train_bytes / 2**30:.2f} GiB "
+                f"and nvme_bytes is {size / 2**30:.2f} GiB: raise nvme_bytes, or leave it out",
+            )
 
 
 def _check_places(report: Report, values: Mapping[str, Any]) -> None:

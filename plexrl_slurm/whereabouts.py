@@ -139,6 +139,8 @@ def read_partition(report: Report, data: Mapping[str, Any], folder: Path) -> dic
     table.take("state_dir", path)
     table.take("host_dir", path)
     table.take("host_bytes", as_bytes)
+    table.take("nvme_dir", path, required=False)
+    table.take("nvme_bytes", as_bytes, required=False)
     table.take("database_url", lambda value: database_url(value, folder), required=False)
     table.take("policy", one_of("policy", POLICIES), required=False)
     table.take("hold_seconds", as_seconds, to="hold_us", required=False)

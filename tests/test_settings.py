@@ -114,6 +114,20 @@ def test_every_setting_is_read(config: Path) -> None:
             id="reachable from outside",
         ),
         pytest.param(
+            "[[wpg]]",
+            'nvme_dir = "nvme"\n[[wpg]]',
+            "partition.nvme_dir",
+            "no effect without partition.nvme_bytes",
+            id="nvme without bytes",
+        ),
+        pytest.param(
+            "[[wpg]]",
+            'nvme_dir = "nvme"\nnvme_bytes = "1KiB"\n[[wpg]]',
+            "partition.nvme_bytes",
+            "raise nvme_bytes",
+            id="nvme too small",
+        ),
+        pytest.param(
             "[[wpg]]", 'listen = "80"\n[[wpg]]', "partition.listen", "host:port", id="listen"
         ),
         pytest.param(

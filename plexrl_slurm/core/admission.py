@@ -21,6 +21,8 @@ class Site:
     device_bytes: int
     #: Bytes that images of its deployments may take in the host tier.
     host_bytes: int
+    #: Bytes that more of them may take below it; those that a switch moves are above.
+    nvme_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +112,13 @@ def host_need(image_bytes: Sequence[int]) -> int:
     return sum(image_bytes) + max(image_bytes, default=0)
 
 
+def images_room(site: Site, largest: int) -> int:
+    """Bytes for images on both tiers: an image lies on one of them as a whole."""
+    if not site.nvme_bytes:
+        return site.host_bytes
+    return sum(size // largest * largest for size in (site.host_bytes, site.nvme_bytes))
+
+
 def _refuse_too_large(want: Wanted, pool: Sequence[Site]) -> None:
     need = want.image_bytes
     if any(need <= s.device_bytes and host_need([need]) <= s.host_bytes for s in pool) or not pool:
@@ -138,7 +147,7 @@ def _obstacles(
         host = host_need([*here, need])
         for kind, needed, free, where in (
             (ObstacleKind.DEVICE_MEMORY, need, site.device_bytes, "device"),
-            (ObstacleKind.HOST_MEMORY, host, site.host_bytes, "host"),
+            (ObstacleKind.HOST_MEMORY, host, images_room(site, max([*here, need])), "host"),
         ):
             if needed > free:
                 beside = f" beside {len(here)} others" if here and where == "host" else ""

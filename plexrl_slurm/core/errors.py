@@ -207,6 +207,20 @@ class StorageFull(PlexError, OSError):
         )
 
 
+class StorageFailed(PlexError, OSError):
+    """A disk does not do its work."""
+
+    exit_code = 74
+    retryable = True
+
+    def __init__(self, where: str, reason: str) -> None:
+        super().__init__(where, reason)
+        self.where, self.reason = where, reason
+
+    def explain(self) -> str:
+        return f"{self.where} cannot be written ({self.reason}): see what dmesg says of its disk"
+
+
 def _size(size: int) -> str:
     """``4.0 KiB``, ``1.5 GiB``."""
     unit, power = next(

@@ -8,6 +8,7 @@ engine would answer with a crash or garbage, is an ``AssertionError`` here.
 list of ``{"kind": method, "count": n}``: the process ends with code 9 at the n-th such call)
 and ``crash_marker`` (a file that keeps it from happening twice; the crash makes it). With
 ``clock`` a training call's metrics say when the rank began and ended it, for benchmarks.
+With ``image_bytes`` an image has so many bytes more, so that a tier can be too small for it.
 """
 
 import asyncio
@@ -228,13 +229,17 @@ class FakeTrainEngine:
     def _header(
         self, deployment: str, progress: tuple[int, int], state: FakeState, size: int
     ) -> SlabHeader:
+        more = int(self._spec.options.get("image_bytes", 0))
         return SlabHeader(
             deployment=deployment,
             progress=progress,
             rank=self._spec.rank,
             world=self._spec.world,
             architecture=self._spec.models[state.base_model].architecture,
-            tensors=(SlabTensor("state", "bytes", (size,), size),),
+            tensors=(
+                SlabTensor("state", "bytes", (size,), size),
+                SlabTensor("more", "bytes", (more,), more),
+            ),
             state={"step": state.step},
         )
 

@@ -6,12 +6,13 @@ deployments need k + 1 slots (one more while an image is copied to the durable t
 every instant each has a complete image or none yet.
 """
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from plexrl_slurm.core.errors import BadImage
-from plexrl_slurm.memory.slab import read_header
+from plexrl_slurm.memory.slab import PRELUDE_BYTES, read_header, unmarked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,11 @@ class ImageStore:
         for slot in self._slots_on_disk():
             self._adopt(slot)
 
+    @property
+    def world(self) -> int:
+        """Ranks that each image is of."""
+        return self._world
+
     def held(self) -> Iterable[Held]:
         """All complete images."""
         return self._held.values()
@@ -51,10 +57,17 @@ class ImageStore:
 
     def begin(self) -> int:
         """A slot to write into; ends in :meth:`commit` or :meth:`abandon`."""
-        taken = self._taken()
-        slot = next(number for number in range(len(taken) + 1) if number not in taken)
+        slot = self.next_slot()
         self._writing.add(slot)
         return slot
+
+    def next_slot(self) -> int:
+        """What :meth:`begin` would give: a free slab that is warm, if there is one."""
+        free = self.free_slots()
+        if free:
+            return free[0]
+        taken = self._taken()
+        return next(number for number in range(len(taken) + 1) if number not in taken)
 
     def pin(self, slot: int) -> None:
         """Nobody may write into ``slot`` until :meth:`unpin`, whatever becomes of its image."""
@@ -65,6 +78,43 @@ class ImageStore:
         self._pinned[slot] -= 1
         if not self._pinned[slot]:
             del self._pinned[slot]
+
+    def is_pinned(self, slot: int) -> bool:
+        """Whether somebody reads it."""
+        return slot in self._pinned
+
+    def free_slots(self) -> list[int]:
+        """Slabs that hold nothing valuable, and that nobody reads or writes."""
+        taken = self._taken()
+        return [slot for slot in self._slots_on_disk() if slot not in taken]
+
+    def slot_bytes(self, slot: int) -> int:
+        """Bytes that a slot takes now, valuable or not."""
+        return sum(path.stat().st_size for path in self.paths(slot) if path.exists())
+
+    def free_bytes(self) -> int:
+        """Bytes of all free slabs."""
+        return sum(self.slot_bytes(slot) for slot in self.free_slots())
+
+    def all_bytes(self) -> int:
+        """Bytes of all slabs."""
+        return sum(self.slot_bytes(slot) for slot in self._slots_on_disk())
+
+    def delete(self, slot: int) -> None:
+        """Give back the memory of a free slot, which ranks may still have mapped."""
+        for path in self.paths(slot):
+            if path.exists():
+                os.truncate(path, 0)
+                path.unlink()
+
+    def release(self, deployment: str) -> None:
+        """Forget an image that is complete elsewhere; its slab is free for the next one."""
+        held = self._held.pop(deployment)
+        for path in self.paths(held.slot):
+            with path.open("r+b") as file:  # an agent that starts again must not take it for one
+                prelude = file.read(PRELUDE_BYTES)
+                file.seek(0)
+                file.write(unmarked(prelude))
 
     def _taken(self) -> set[int]:
         return {held.slot for held in self._held.values()} | self._writing | self._pinned.keys()

@@ -1,5 +1,7 @@
 """Placing a job's deployments, and the steps of a job."""
 
+from dataclasses import replace
+
 import pytest
 
 from plexrl_slurm.core.admission import (
@@ -54,6 +56,18 @@ def test_home(tenancies: list[Tenancy], homes: tuple[WpgId, ...]) -> None:
 def test_a_job_with_two_models_sees_its_own_first() -> None:
     found = place([TRAIN, TRAIN], sites=SITES, tenancies=[])
     assert found == Placement(homes=(WpgId("train-0"), WpgId("train-1")))
+
+
+def test_a_tier_below_takes_whole_images_and_memory_still_needs_room_for_two() -> None:
+    small = replace(site("train-0", host=3 * GIB), nvme_bytes=5 * GIB + GIB // 2)
+    six = 6 * [tenant("train-0")]
+    found = place([TRAIN], sites=[small], tenancies=six)
+    assert found == Placement(homes=(WpgId("train-0"),))
+    assert not isinstance(
+        place([TRAIN], sites=[small], tenancies=[*six, tenant("train-0")]), Placement
+    )
+    with pytest.raises(ModelTooLarge):
+        place([TRAIN], sites=[replace(small, host_bytes=2 * GIB - 100)], tenancies=[])
 
 
 def test_every_obstacle_is_named_and_nothing_is_placed() -> None:

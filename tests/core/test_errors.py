@@ -23,6 +23,7 @@ from plexrl_slurm.core.errors import (
     SlurmRejected,
     SlurmUnavailable,
     StepSkipped,
+    StorageFailed,
     StorageFull,
     Unauthenticated,
     UnknownModel,
@@ -62,6 +63,10 @@ EXAMPLES: list[tuple[PlexError, str]] = [
     (
         StorageFull("spool", 5 << 20, 1 << 20),
         "spool has 1.0 MiB free and 5.0 MiB are needed: free space there, then try again",
+    ),
+    (
+        StorageFailed("/nvme/a", "Input/output error"),
+        "/nvme/a cannot be written (Input/output error): see what dmesg says of its disk",
     ),
     (
         InvalidTransition("m1", "host", "resident", ("placed", "offloaded")),

@@ -223,14 +223,14 @@ def _toml(
     settings: Mapping[str, Any],
     model: Path,
 ) -> str:
-    extra = "\n".join(f"{key} = {json.dumps(value)}" for key, value in settings.items())
+    values = {"host_bytes": "1GiB", **settings}
+    extra = "\n".join(f"{key} = {json.dumps(value)}" for key, value in values.items())
     return f"""
 [partition]
 name = "test"
 state_dir = "state"
 database_url = "{partition.database_url}"
 host_dir = "{partition.host}"
-host_bytes = "1GiB"
 listen = "127.0.0.1:0"
 {extra}
 

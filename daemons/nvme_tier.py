@@ -1,0 +1,154 @@
+"""What an agent keeps on a disk of its node: copies of images of its training WPGs."""
+
+import asyncio
+import os
+import shutil
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from plexrl_slurm.core.errors import BadImage, Denied
+from plexrl_slurm.daemons.folders import locked, refuse_foreign
+from plexrl_slurm.filesystems import network_kind
+from plexrl_slurm.memory import nvme
+from plexrl_slurm.memory.durable import folder_of
+from plexrl_slurm.memory.images import Held
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """A complete image on the disk."""
+
+    wpg: str
+    deployment: str
+    progress: tuple[int, int]
+    bytes: int
+    #: Ranks that it is of.
+    world: int
+    folder: Path
+
+
+class NvmeTier:
+    """The folder of one agent; it is of use only with the host tier that it was written from."""
+
+    def __init__(self, home: Path, *, limit: int, shared: bool) -> None:
+        """``shared``: it lies beside the folders of other holds' agents."""
+        self._home, self.limit, self._shared = home, limit, shared
+        self._owner = ""
+        self._lock: int | None = None
+        self._copies: dict[tuple[str, str], Copy] = {}
+        #: Bytes that are being written.
+        self._coming = 0
+        self._number = 0
+        self._sweeper = ThreadPoolExecutor(1, thread_name_prefix="nvme-sweep")
+
+    async def own(self, owner: str) -> None:
+        """Wait until no other agent uses the folder; then take over what is ``owner``'s, and
+        delete everything else in it. Raises ``Denied`` where it must not lie."""
+        kind = network_kind(self._home)
+        if kind:
+            raise Denied(
+                f"nvme_dir {self._home} is on {kind}, which is not a disk of this node: name a "
+                f"folder on a local file system, or leave nvme_dir out"
+            )
+        self._make()
+        refuse_foreign(self._home, above=3 if self._shared else 1, setting="nvme_dir")
+        self._lock = await locked(self._home, self._make)
+        self._owner = owner
+        await asyncio.to_thread(self._adopt)
+
+    def _make(self) -> None:
+        self._home.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    @property
+    def _images(self) -> Path:
+        return self._home / "images"
+
+    def _adopt(self) -> None:
+        for torn in [*self._images.glob("*/*/*/.*"), *self._home.glob(".gone-*")]:
+            shutil.rmtree(torn, ignore_errors=True)
+        for folder in sorted(self._images.glob("*/world-*/*/[0-9]*")):
+            try:
+                manifest = nvme.read_manifest(folder, owner=self._owner)
+            except BadImage:
+                shutil.rmtree(folder, ignore_errors=True)
+                continue
+            found = Copy(
+                wpg=folder.parents[2].name,
+                deployment=manifest.deployment,
+                progress=manifest.progress,
+                bytes=manifest.bytes,
+                world=len(manifest.files),
+                folder=folder,
+            )
+            older = self._copies.get((found.wpg, found.deployment))
+            if older is not None:  # they are sorted by progress, and of one world in the end
+                self.drop(found.wpg, found.deployment)
+            self._copies[found.wpg, found.deployment] = found
+
+    # -- copies ------------------------------------------------------------------------------
+    @property
+    def used(self) -> int:
+        """Bytes of complete copies and of those that are being written."""
+        return self._coming + sum(copy.bytes for copy in self._copies.values())
+
+    def copies(self) -> Iterable[Copy]:
+        """All complete ones."""
+        return self._copies.values()
+
+    def find(self, wpg: str, deployment: str) -> Copy | None:
+        """The copy of a deployment's image."""
+        return self._copies.get((wpg, deployment))
+
+    async def write(self, wpg: str, held: Held, slabs: Sequence[Path]) -> None:
+        """Copy an image, which nobody may write meanwhile; it replaces an older copy.
+
+        Raises ``BadImage``, ``StorageFull`` and ``StorageFailed``.
+        """
+        world = f"world-{len(slabs)}"
+        folder = folder_of(self._images / wpg / world, held.deployment, held.progress)
+        self._coming += held.bytes
+        try:
+            manifest = await asyncio.to_thread(nvme.write_image, folder, slabs, owner=self._owner)
+        finally:
+            self._coming -= held.bytes
+        older = self.find(wpg, held.deployment)
+        if older is not None and older.folder != folder:
+            self.drop(wpg, held.deployment)
+        self._copies[wpg, held.deployment] = Copy(
+            wpg=wpg,
+            deployment=held.deployment,
+            progress=held.progress,
+            bytes=manifest.bytes,
+            world=len(slabs),
+            folder=folder,
+        )
+
+    async def read(self, copy: Copy, slabs: Sequence[Path]) -> None:
+        """Copy an image into slabs. Raises ``BadImage`` and ``StorageFull``."""
+        await asyncio.to_thread(nvme.read_image, copy.folder, slabs, owner=self._owner)
+
+    def drop(self, wpg: str, deployment: str) -> None:
+        """Forget a copy, at once; its blocks are given back soon."""
+        copy = self._copies.pop((wpg, deployment), None)
+        if copy is None:
+            return
+        self._number += 1
+        gone = self._home / f".gone-{os.getpid()}-{self._number}"
+        try:
+            copy.folder.rename(gone)
+        except FileNotFoundError:
+            return
+        self._sweeper.submit(shutil.rmtree, gone, ignore_errors=True)
+
+    def keep_only(self, deployments: Iterable[str]) -> None:
+        """Drop every copy of a deployment that is not named."""
+        wanted = set(deployments)
+        for wpg, deployment in [each for each in self._copies if each[1] not in wanted]:
+            self.drop(wpg, deployment)
+
+    def clear(self) -> None:
+        """The hold is given back."""
+        self._sweeper.shutdown(wait=True)
+        shutil.rmtree(self._home, ignore_errors=True)

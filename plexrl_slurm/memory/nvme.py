@@ -1,0 +1,310 @@
+"""Images on a disk of the node: as fast as the disk, checked block by block when they come back.
+
+A folder has a file for each rank, the slab as it is, and a manifest, which is written last; it
+is complete or it is not there. Blocks go between the slab's own pages and the disk (O_DIRECT),
+several at a time; where O_DIRECT is refused, through the page cache. An image belongs to one
+owner, a token that lives as long as the host tier above it.
+"""
+
+import errno
+import fcntl
+import mmap
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeVar
+
+import msgspec
+from crc32c import crc32c
+
+from plexrl_slurm.core.errors import BadImage, PlexError, StorageFailed
+from plexrl_slurm.memory.files import publish_folder, storage_errors, write_bytes
+from plexrl_slurm.memory.slab import PRELUDE_BYTES, read_header, unmarked, used_bytes
+
+T = TypeVar("T")
+
+#: What one thread moves at once; a multiple of the page.
+BLOCK: Final = 8 << 20
+#: Blocks that are under way at once.
+DEPTH: Final = 4
+FORMAT: Final = 1
+_MANIFEST: Final = "manifest.json"
+
+
+class RankFile(msgspec.Struct, frozen=True):
+    """One rank's slab."""
+
+    name: str
+    bytes: int
+    #: CRC-32C of every block in turn.
+    blocks: tuple[int, ...]
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """What a folder contains."""
+
+    format: int
+    owner: str
+    deployment: str
+    progress: tuple[int, int]
+    block_bytes: int
+    files: tuple[RankFile, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Of all files."""
+        return sum(file.bytes for file in self.files)
+
+
+class _Format(msgspec.Struct):
+    format: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Block:
+    number: int
+    offset: int
+    size: int
+
+
+def write_image(folder: Path, slabs: Sequence[Path], *, owner: str) -> Manifest:
+    """Copy complete slabs, one for each rank, into ``folder``, whose content they replace at once.
+
+    Nobody may write the slabs meanwhile. Raises ``BadImage`` for a slab that is not complete,
+    ``StorageFull`` and ``StorageFailed``; what was in ``folder`` is then still there.
+    """
+    header = read_header(slabs[0])
+    part = _part(folder)
+    shutil.rmtree(part, ignore_errors=True)
+    sizes = [used_bytes(slab) for slab in slabs]
+    try:
+        with _disk_errors(folder.parent), storage_errors(_standing(folder), sum(sizes)):
+            part.mkdir(parents=True, mode=0o700)
+            files = tuple(
+                _write_rank(slab, part / f"rank-{rank}.slab", size)
+                for rank, (slab, size) in enumerate(zip(slabs, sizes, strict=True))
+            )
+            seq, step = header.progress
+            manifest = Manifest(
+                format=FORMAT,
+                owner=owner,
+                deployment=header.deployment,
+                progress=(seq, step),
+                block_bytes=BLOCK,
+                files=files,
+            )
+            text = msgspec.json.encode(manifest)
+            write_bytes(part / _MANIFEST, b"%08x\n%s\n" % (crc32c(text), text))
+            publish_folder(part, folder)
+        return manifest
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def read_manifest(folder: Path, *, owner: str) -> Manifest:
+    """Raises ``BadImage`` if there is no complete image of this owner and format."""
+    path = folder / _MANIFEST
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise BadImage(str(path), f"cannot be read ({error.strerror})") from error
+    said, _, text = data.removesuffix(b"\n").partition(b"\n")
+    if said != b"%08x" % crc32c(text):
+        raise BadImage(str(path), "is damaged: it does not match its own checksum")
+    try:
+        found = msgspec.json.decode(text, type=_Format).format
+        if found != FORMAT:
+            why = f"has format {found}; this release reads format {FORMAT}"
+            raise BadImage(str(path), why)
+        manifest = msgspec.json.decode(text, type=Manifest)
+    except msgspec.DecodeError as error:
+        raise BadImage(str(path), f"is no manifest of PlexRL's ({error})") from error
+    if manifest.owner != owner:
+        raise BadImage(str(path), "is of another agent's host tier, or of one before a restart")
+    return manifest
+
+
+def read_image(folder: Path, slabs: Sequence[Path], *, owner: str) -> Manifest:
+    """Copy the image in ``folder`` into slabs, which are valid only once all is there and checked.
+
+    A slab that exists is overwritten in place: ranks keep their mapping of it. Raises
+    ``BadImage``, and ``StorageFull`` if there is no room for the slabs.
+    """
+    manifest = read_manifest(folder, owner=owner)
+    if len(manifest.files) != len(slabs):
+        ranks = len(manifest.files)
+        raise BadImage(str(folder), f"is of {ranks} ranks, and {len(slabs)} are to load it")
+    preludes = [
+        _read_rank(folder / file.name, file, manifest.block_bytes, slab)
+        for file, slab in zip(manifest.files, slabs, strict=True)
+    ]
+    for prelude, slab in zip(preludes, slabs, strict=True):
+        with slab.open("r+b") as target:
+            target.write(prelude)
+    return manifest
+
+
+def drop_image(folder: Path) -> None:
+    """Delete an image; the manifest first, so that half of it is none."""
+    (folder / _MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(_part(folder), ignore_errors=True)
+
+
+def _part(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.part")
+
+
+def _standing(folder: Path) -> Path:
+    return next(parent for parent in folder.parents if parent.exists())
+
+
+# ---- one rank -----------------------------------------------------------------------------
+
+
+def _write_rank(slab: Path, path: Path, size: int) -> RankFile:
+    with _mapped(slab, size, writable=False) as view, _direct(path, writing=True) as target:
+        os.posix_fallocate(target, 0, size)
+
+        def write(block: _Block) -> int:
+            data = view[block.offset : block.offset + block.size]
+            crc = crc32c(data)
+            _whole(target, block, lambda at: os.pwrite(target, data[at:], block.offset + at))
+            return crc
+
+        try:
+            crcs = _each(write, _blocks(size, BLOCK))
+            os.fsync(target)
+        except OSError as error:
+            error.filename = error.filename or str(path)
+            raise
+    return RankFile(name=path.name, bytes=size, blocks=tuple(crcs))
+
+
+def _read_rank(path: Path, file: RankFile, block_bytes: int, slab: Path) -> bytes:
+    """Everything but the commit mark; returns the prelude, which has it."""
+    blocks = list(_blocks(file.bytes, block_bytes))
+    if len(blocks) != len(file.blocks):
+        raise BadImage(str(path), f"has {len(blocks)} blocks and {len(file.blocks)} checksums")
+    try:
+        with _direct(path, writing=False) as source:
+            there = os.fstat(source).st_size
+            if there != file.bytes:
+                raise BadImage(str(path), f"is cut off: {there} of {file.bytes} bytes are there")
+            _reserve(slab, file.bytes)
+            with _mapped(slab, file.bytes, writable=True) as view:
+                return _fill(path, source, file, blocks, view)
+    except PlexError:
+        raise
+    except OSError as error:
+        raise BadImage(str(path), f"cannot be read ({error.strerror})") from error
+
+
+def _fill(
+    path: Path, source: int, file: RankFile, blocks: Sequence[_Block], view: memoryview
+) -> bytes:
+    view[:PRELUDE_BYTES] = bytes(PRELUDE_BYTES)
+    # The first block has the commit mark, which nobody may see before all is checked.
+    aside = mmap.mmap(-1, max(blocks[0].size, mmap.PAGESIZE))
+
+    def read(block: _Block) -> None:
+        target = memoryview(aside) if block.number == 0 else view[block.offset :]
+        data = target[: block.size]
+        _whole(source, block, lambda at: os.preadv(source, [data[at:]], block.offset + at))
+        if crc32c(data) != file.blocks[block.number]:
+            raise BadImage(
+                str(path), f"is damaged: block {block.number} does not match its checksum"
+            )
+
+    _each(read, blocks)
+    first = memoryview(aside)
+    prelude = bytes(first[:PRELUDE_BYTES])
+    view[PRELUDE_BYTES : blocks[0].size] = first[PRELUDE_BYTES : blocks[0].size]
+    view[:PRELUDE_BYTES] = unmarked(prelude)
+    return prelude
+
+
+def _reserve(slab: Path, size: int) -> None:
+    descriptor = os.open(slab, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        with storage_errors(slab.parent, size):
+            os.posix_fallocate(descriptor, 0, max(size, os.fstat(descriptor).st_size))
+    finally:
+        os.close(descriptor)
+
+
+# ---- blocks -------------------------------------------------------------------------------
+
+
+def _blocks(size: int, each: int) -> Iterator[_Block]:
+    for number, offset in enumerate(range(0, size, each)):
+        yield _Block(number=number, offset=offset, size=min(each, size - offset))
+
+
+def _each(work: Callable[[_Block], T], blocks: Iterator[_Block] | Sequence[_Block]) -> list[T]:
+    with ThreadPoolExecutor(DEPTH, thread_name_prefix="nvme") as pool:
+        futures = [pool.submit(work, block) for block in blocks]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            raise
+
+
+def _whole(descriptor: int, block: _Block, move: Callable[[int], int]) -> None:
+    """Call ``move`` with how much is done until all is; the system may do less than asked."""
+    done = 0
+    while done < block.size:
+        try:
+            moved = move(done)
+        except OSError as error:
+            flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+            if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
+                raise
+            # Not aligned as this disk wants it.
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+            continue
+        if moved <= 0:
+            raise OSError(errno.EIO, f"{block.size - done} bytes of a block are missing")
+        done += moved
+
+
+@contextmanager
+def _mapped(slab: Path, size: int, *, writable: bool) -> Iterator[memoryview]:
+    with slab.open("r+b" if writable else "rb") as file:
+        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+        # Not closed by hand: a view of a failed block may be alive in its traceback.
+        yield memoryview(mmap.mmap(file.fileno(), size, access=access))
+
+
+@contextmanager
+def _direct(path: Path, *, writing: bool) -> Iterator[int]:
+    """A descriptor with O_DIRECT, or without where the file system refuses it."""
+    flags = (os.O_RDWR | os.O_CREAT | os.O_EXCL) if writing else os.O_RDONLY
+    try:
+        descriptor = os.open(path, flags | os.O_DIRECT, 0o600)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        # It was made all the same on some file systems.
+        descriptor = os.open(path, flags & ~os.O_EXCL, 0o600)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _disk_errors(where: Path) -> Iterator[None]:
+    """Turn what a broken disk answers into ``StorageFailed``."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EIO, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.ESTALE):
+            raise
+        raise StorageFailed(str(error.filename or where), os.strerror(error.errno)) from error

@@ -1,0 +1,202 @@
+"""The tier below the host tier: images leave memory, come back, and outlive their agent."""
+
+import asyncio
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from plexrl_slurm.core.errors import BadImage, Denied
+from plexrl_slurm.daemons.host_tier import HostTier
+from plexrl_slurm.daemons.nvme_tier import NvmeTier
+from plexrl_slurm.memory.slab import read_header
+from plexrl_slurm.transport import messages as tm
+from tests.memory.test_slab import make_header, write
+
+SLAB = 4096 * 4
+SIZE = 4096 * 3 - 8
+
+
+def tier_in(folder: Path, *, slots: int = 2, copies: int = 9) -> HostTier:
+    return HostTier(
+        folder / "host" / "n1" / "h1.0",
+        snapshots=folder / "snapshots",
+        writer="w",
+        nvme=NvmeTier(folder / "nvme" / "n1" / "h1.0", limit=copies * SLAB, shared=True),
+        host_bytes=slots * SLAB,
+    )
+
+
+def release(tier: HostTier) -> None:
+    """What the end of a process does."""
+    assert tier._lock is not None and tier._nvme is not None and tier._nvme._lock is not None
+    os.close(tier._lock)
+    os.close(tier._nvme._lock)
+
+
+async def save(tier: HostTier, name: str, seq: int = 1) -> None:
+    order = tm.SaveOrder(
+        epoch=1, id="1", wpg="train-0", incarnation=1, deployment=name, progress=(seq, 0)
+    )
+    passage = await tier.begin_save(order)
+    header = make_header(SIZE, deployment=name)
+    header = msgspec.structs.replace(header, progress=(seq, 0), world=1)
+    write(passage.saves[0], header, seq)
+    tier.end(passage, name, (seq, 0), ok=True)
+
+
+def switch(name: str, outgoing: str = "") -> tm.SwitchOrder:
+    return tm.SwitchOrder(
+        epoch=1, id="1", wpg="train-0", incarnation=1, incoming=name, outgoing=outgoing
+    )
+
+
+async def bring(tier: HostTier, name: str) -> None:
+    passage = await tier.begin_switch(switch(name))
+    assert passage is not None and passage.held is not None
+    assert read_header(passage.loads[0]).deployment == name
+    tier.end(passage, "", (0, 0), ok=True)
+
+
+async def filled(folder: Path, *names: str, **sizes: int) -> HostTier:
+    tier = tier_in(folder, **sizes)
+    await tier.own()
+    tier.store("train-0", 1)
+    for name in names:
+        await save(tier, name)
+    return tier
+
+
+def in_memory(tier: HostTier) -> set[str]:
+    return {held.deployment for held in tier.store("train-0").held()}
+
+
+def on_nvme(tier: HostTier) -> set[str]:
+    assert tier._nvme is not None
+    return {copy.deployment for copy in tier._nvme.copies()}
+
+
+def all_of(tier: HostTier) -> dict[str, tuple[int, int]]:
+    return {image.deployment: image.progress for image in tier.images()}
+
+
+def test_more_images_than_memory_holds_are_all_there_and_come_back(tmp_path: Path) -> None:
+    async def scene() -> None:
+        tier = await filled(tmp_path, *"abcde")
+        assert len(in_memory(tier)) == 2 and all_of(tier) == dict.fromkeys("abcde", (1, 0))
+        for name in "abcdeab":
+            await bring(tier, name)
+            assert name in in_memory(tier) and len(all_of(tier)) == 5
+            assert tier.store("train-0").all_bytes() <= 2 * SLAB
+
+    asyncio.run(scene())
+
+
+def test_the_next_agent_finds_what_its_predecessor_copied(tmp_path: Path) -> None:
+    async def scene() -> None:
+        tier = await filled(tmp_path, *"abcd")
+        release(tier)
+        after = tier_in(tmp_path)
+        await after.own()
+        assert all_of(after) == dict.fromkeys("abcd", (1, 0))
+        for name in "abcd":
+            await bring(after, name)
+
+    asyncio.run(scene())
+
+
+def test_what_was_copied_from_a_host_tier_that_is_gone_is_not_believed(tmp_path: Path) -> None:
+    async def scene() -> None:
+        tier = await filled(tmp_path, *"abcd")
+        release(tier)
+        (tmp_path / "host" / "n1" / "h1.0" / "nvme.owner").unlink()  # the node was started again
+        after = tier_in(tmp_path)
+        await after.own()
+        assert on_nvme(after) == set()
+        assert not list((tmp_path / "nvme").rglob("*.slab"))
+
+    asyncio.run(scene())
+
+
+def test_a_copy_that_was_overtaken_is_dropped_and_the_newer_image_wins(tmp_path: Path) -> None:
+    async def scene() -> None:
+        tier = await filled(tmp_path, *"abc")
+        assert "a" in on_nvme(tier)
+        await save(tier, "a", seq=2)
+        assert "a" not in on_nvme(tier) and all_of(tier)["a"] == (2, 0)
+
+    asyncio.run(scene())
+
+
+def test_what_lives_no_more_leaves_both_tiers(tmp_path: Path) -> None:
+    async def scene() -> None:
+        tier = await filled(tmp_path, *"abcd")
+        tier.drop(tm.DropOrder(epoch=1, deployments=["a"], snapshots=[]))
+        assert sorted(all_of(tier)) == ["b", "c", "d"]
+        tier.keep_only(deployments=["d"], snapshots=[])
+        assert sorted(all_of(tier)) == ["d"]
+        tier.clear()
+        assert not (tmp_path / "nvme" / "n1" / "h1.0").exists()
+
+    asyncio.run(scene())
+
+
+def test_copies_are_made_while_nothing_moves_so_that_leaving_is_a_drop(tmp_path: Path) -> None:
+    async def scene() -> None:
+        tier = await filled(tmp_path, *"ab")
+        assert on_nvme(tier) == set()
+        await tier.copy_below(quiet=lambda: False)
+        assert on_nvme(tier) == set()
+        await tier.copy_below(quiet=lambda: True)
+        assert on_nvme(tier) == {"a"} and in_memory(tier) == {"a", "b"}
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_a_disk_that_fails_leaves_every_image_in_memory(
+    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    async def scene() -> None:
+        tier = await filled(tmp_path, *"ab")
+        monkeypatch.setattr(os, "pwrite", fail)
+        await save(tier, "c")
+        assert in_memory(tier) == {"a", "b", "c"} and on_nvme(tier) == set()
+
+    asyncio.run(scene())
+
+
+def test_a_full_nvme_gives_up_what_is_in_memory_as_well_and_no_last_copy(tmp_path: Path) -> None:
+    async def scene() -> None:
+        tier = await filled(tmp_path, *"abcd", slots=2, copies=3)
+        for name in "abcdabcd":
+            await bring(tier, name)
+            assert len(all_of(tier)) == 4
+
+    asyncio.run(scene())
+
+
+def test_a_damaged_copy_fails_the_switch_with_a_sentence(tmp_path: Path) -> None:
+    async def scene() -> None:
+        tier = await filled(tmp_path, *"abc")
+        (slab,) = (tmp_path / "nvme").rglob("rank-0.slab")
+        with slab.open("r+b") as file:
+            file.seek(9000)
+            file.write(b"!")
+        with pytest.raises(BadImage, match=r"rank-0.slab: is damaged: block 0"):
+            await tier.begin_switch(switch("a"))
+        await bring(tier, "b")
+
+    asyncio.run(scene())
+
+
+def test_a_network_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plexrl_slurm.daemons.nvme_tier.network_kind", lambda _: "NFS")
+    with pytest.raises(Denied, match=r"nvme_dir .* is on NFS"):
+        asyncio.run(tier_in(tmp_path).own())
