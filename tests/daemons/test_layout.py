@@ -103,12 +103,12 @@ def test_a_restart_finds_the_same_layout() -> None:
         for held in made
     ]
     by_place = {(each.place.component, each.place.node): each for each in rooms}
-    again = find_again(wanted, "h1", rows, by_place)
+    again = find_again(wanted, rows, by_place)
     assert sorted(again, key=lambda held: held.id) == sorted(made, key=lambda held: held.id)
 
 
 def test_what_is_no_longer_configured_is_not_found_again() -> None:
     rows = [Found(name="train-0", slot="train-0", component=0, node="n1")]
     rooms = {(0, "n1"): room(0, "n1", Pool.TRAIN, 4)}
-    assert find_again(slots(("rollout", 1, 1)), "h1", rows, rooms) == ()
-    assert find_again(slots(("train", 1, 1)), "h1", rows, {}) == ()
+    assert find_again(slots(("rollout", 1, 1)), rows, rooms) == ()
+    assert find_again(slots(("train", 1, 1)), rows, {}) == ()
