@@ -1,5 +1,6 @@
 """A training WPG over two agents: one gang for the controller, whatever dies on either node."""
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -8,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from plexrl_slurm.core.errors import BadImage
+from plexrl_slurm.memory.slab import read_header
 from tests.scenarios.conftest import SLOW, SLOW_SAMPLES
 from tests.scenarios.controller import train
 from tests.scenarios.partition import Job, Partition, kill, running, wait_until
@@ -129,3 +132,44 @@ def test_what_dies_on_either_node_changes_nothing_that_the_controller_sees(
     wait_until(lambda: job.row()["state"] == "cancelled", name="the job to end")
     partition.stop_daemon()
     assert partition.flaws() == []
+
+
+def test_a_save_that_only_one_node_finishes_loses_no_image(
+    tmp_path: Path, model: Path, undisturbed: tuple[list[Any], Any]
+) -> None:
+    """Rank 1 dies in its third image, when rank 0 may have written its own. Calls before the second
+    one are forgotten: without the second image on both nodes nothing could go on."""
+    marker = tmp_path / "died"
+    options = SLOW | {
+        "crash_on": [{"kind": "save_image", "count": 3, "rank": 1}],
+        "crash_marker": str(marker),
+    }
+    with running(
+        tmp_path,
+        model=model,
+        train=options,
+        rollout=SLOW_SAMPLES,
+        train_gpus=2,
+        train_nodes=2,
+        settings={"image_every": 1},
+    ) as partition:
+        job = Job(partition, seed=7, models=["tiny"])
+        assert train(job) == undisturbed[0]
+        assert marker.exists()
+        assert partition.published(job, "end") == undisturbed[1]
+        assert progresses(partition, "test") & progresses(partition, f"test.{SECOND}")
+        job.cancel()
+        wait_until(lambda: job.row()["state"] == "cancelled", name="the job to end")
+        partition.stop_daemon()
+        assert partition.flaws() == []
+
+
+def progresses(partition: Partition, folder: str) -> set[tuple[int, int]]:
+    """Of the complete images in the host tier of one agent, by what its agent would find."""
+    found = set()
+    for number in (0, 1):
+        images = partition.host / folder / "images" / "train-0" / f"world-2.ranks-{number}-{number}"
+        for path in images.glob("slot-*"):
+            with contextlib.suppress(BadImage):
+                found.add(read_header(path).progress)
+    return found
