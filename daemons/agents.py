@@ -13,7 +13,7 @@ from plexrl_slurm.daemons.agent_views import AgentView, WpgView
 from plexrl_slurm.daemons.gang_hub import GangHub
 from plexrl_slurm.daemons.gang_orders import GangOrders
 from plexrl_slurm.daemons.gang_view import Gang
-from plexrl_slurm.daemons.layout import LOCALHOST, HeldWpg, Place
+from plexrl_slurm.daemons.layout import HeldWpg, Place
 from plexrl_slurm.daemons.shell import Durable, Shell, Weights
 from plexrl_slurm.logs import say
 from plexrl_slurm.settings import Settings
@@ -492,4 +492,4 @@ class AgentHub:
 
 
 async def _name_of(place: Place) -> str:
-    return "127.0.0.1" if place.node.startswith(LOCALHOST) else place.node
+    return place.node
