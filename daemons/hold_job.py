@@ -17,6 +17,9 @@ from plexrl_slurm.slurm.port import BatchJob, JobStatus, SlurmPort, SlurmState
 from plexrl_slurm.slurm.templates import fill, render
 from plexrl_slurm.slurm_settings import ComponentSettings
 
+#: Variables of engines and their libraries.
+_KEPT = ("VLLM_", "DS_", "DEEPSPEED_", "TORCH_", "CUDA_", "NCCL_", "GLOO_", "OPENBLAS_")
+
 
 def submit_hold(
     port: SlurmPort, settings: Settings, hold: str, *, endpoint: str, exclude: Iterable[str]
@@ -190,7 +193,9 @@ def agent_environment() -> dict[str, str]:
     keep = ("PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV", "TMPDIR", "LD_LIBRARY_PATH")
     chosen = {name: os.environ[name] for name in keep if name in os.environ}
     for name, value in os.environ.items():
-        if name.startswith(("VLLM_", "DS_", "DEEPSPEED_", "TORCH_", "CUDA_", "NCCL_", "OPENBLAS_")):
+        if name.startswith(
+            ("VLLM_", "DS_", "DEEPSPEED_", "TORCH_", "CUDA_", "NCCL_", "GLOO_", "OPENBLAS_")
+        ):
             chosen[name] = value
     chosen["PATH"] = f"{Path(sys.executable).parent}:{chosen.get('PATH', '/usr/bin:/bin')}"
     return chosen

@@ -284,7 +284,7 @@ def _wpg(report: Report, key: str, data: Mapping[str, Any]) -> WpgSettings | Non
     if gpus % nodes:
         report.bad(
             f"{key}.nodes",
-            f"{gpus} GPU(s) cannot be shared out over {nodes} nodes, and every node of a WPG has as "
+            f"{gpus} GPU(s) cannot be shared out over {nodes} nodes, and each node of a WPG has as "
             f"many ranks as the others: make gpus a multiple of nodes",
         )
     if pool == "rollout" and nodes > 1:

@@ -107,8 +107,8 @@ def test_a_crash_anywhere_in_a_save_leaves_an_image_that_both_nodes_have(
         save(store, OLD)
         store.settle("a", OLD)
     for step in STEPS[:done]:
-        verb, number = step.split()
-        store = stores[order[int(number)]]
+        verb, which = step.split()
+        store = stores[order[int(which)]]
         if verb == "write":
             save(store, NEW)
         else:

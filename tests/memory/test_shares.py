@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from plexrl_slurm.core.errors import BadImage
-from plexrl_slurm.memory import durable, shares
+from plexrl_slurm.memory import durable
 from plexrl_slurm.memory.durable import folder_of, read_image, read_manifest, write_image
 from plexrl_slurm.memory.shares import finish, write_share
 from plexrl_slurm.memory.slab import read_header
@@ -89,7 +89,7 @@ def test_what_a_node_could_not_write_leaves_nothing_behind(
     def broken(*_: object) -> durable.RankFile:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(shares.durable, "write_rank", broken)
+    monkeypatch.setattr(durable, "write_rank", broken)
     with pytest.raises(OSError, match="Input/output"):
         write_share(folder, [paths[1]], name="n")
     assert list(folder.parent.iterdir()) == []
