@@ -44,6 +44,7 @@ class GangHub:
     ) -> None:
         """``address_of``: where the other nodes reach one; the rest as in :class:`AgentHub`."""
         self.orders = orders
+        orders.restart = self._down
         self._gangs: dict[str, Gang] = {}
         self._shell, self._epoch = shell, epoch
         self._post, self._recover, self._address_of = post, recover, address_of

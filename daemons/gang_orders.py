@@ -5,6 +5,7 @@ they are told that the new one counts (``SettleOrder``), and only then the older
 free. Whatever dies between, there is an image that every node has.
 """
 
+import asyncio
 import logging
 from collections.abc import Callable
 
@@ -19,6 +20,9 @@ from plexrl_slurm.logs import say
 from plexrl_slurm.transport import messages as tm
 
 log = logging.getLogger(__name__)
+
+#: When a switch or a save has failed on one part, the others have so long to end theirs.
+PATIENCE_S = 60.0
 
 
 class GangOrders:
@@ -40,6 +44,8 @@ class GangOrders:
         self._shell, self._epoch, self._durable = shell, epoch, durable
         self._post, self._after_commit = post, after_commit
         self._persist_ended, self._order_id = persist_ended, order_id
+        #: Starts a gang anew; of the :class:`GangHub`.
+        self.restart: Callable[[Gang, str], None] = lambda _gang, _reason: None
 
     def run(self, gang: Gang, order: tm.RunOrder) -> None:
         """One part of a call, on all ranks."""
@@ -204,11 +210,19 @@ class GangOrders:
             return
         asked.answers[gang.parts.index(part)] = report
         if len(asked.answers) < len(gang.parts):
+            if not report.ok and report.what in ("switch", "save"):
+                loop = asyncio.get_running_loop()
+                loop.call_later(PATIENCE_S, self._give_up, gang, key, asked, report.error)
             return
         gang.asked.pop(key, None)
         gang.copies.pop(key, None)
         asked.then([asked.answers[index] for index in range(len(gang.parts))])
         self._acknowledge(gang, asked)
+
+    def _give_up(self, gang: Gang, key: str, asked: Asked, error: str) -> None:
+        """The ranks of another part wait for those of the one that has failed."""
+        if gang.asked.get(key) is asked:
+            self.restart(gang, f"an image failed on one of its nodes only: {error}")
 
     def lose_copies(self, gang: Gang) -> None:
         """An agent that wrote its share of them is gone."""

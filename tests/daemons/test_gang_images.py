@@ -1,11 +1,13 @@
 """An image of a WPG over two nodes counts when both have it, and never sooner."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
 from plexrl_slurm.core.ids import CauseId, DeploymentId
-from plexrl_slurm.core.messages import Persist, Switch
+from plexrl_slurm.core.messages import Activity, Persist, Switch
+from plexrl_slurm.daemons import gang_orders
 from plexrl_slurm.daemons.shell import Durable
 from plexrl_slurm.transport import messages as tm
 from tests.daemons.gang_bench import (
@@ -53,6 +55,24 @@ def test_an_image_that_one_part_could_not_write_is_none(play: Play) -> None:
             site.answer(site.second, other, "save", ok=ok, error="" if ok else "full")
         assert site.settled() == IMAGE
         assert [order.images for order in site.last(tm.SettleOrder)] == [{MODEL: IMAGE}] * 2
+
+    play(scene)
+
+
+def test_ranks_that_wait_for_those_of_a_part_that_failed_are_not_left_alone(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gang_orders, "PATIENCE_S", 0.01)
+
+    async def scene(world: World) -> None:
+        site = await Site.up(await world.daemon())
+        await site.created()
+        site.daemon.hub.save(save_step(IMAGE))
+        one, _ = site.last(tm.SaveOrder)
+        site.answer(site.first, one, "save", ok=False, error="full")
+        await asyncio.sleep(0.05)
+        assert site.activity() == Activity.DOWN
+        assert {order.incarnation for order in site.last(tm.PrepareOrder)} == {2}
 
     play(scene)
 
