@@ -44,9 +44,8 @@ def read_spec(text: str) -> RankSpec:
     return RankSpec(**raw)
 
 
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent thread ends."""
-    parent = os.getppid()
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent thread ends, which may be over."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         sys.exit(1)
@@ -260,9 +259,9 @@ async def run_sample(spec: RankSpec) -> int:
 
 def main() -> None:
     """Entry of the process."""
-    die_with_parent()
-    logs.set_up()
     spec = read_spec(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    die_with_parent(spec.parent)
+    logs.set_up()
     if spec.cores:
         os.sched_setaffinity(0, spec.cores)
     code = run_train(spec) if spec.engine in TRAIN_ENGINES else asyncio.run(run_sample(spec))
