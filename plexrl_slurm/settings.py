@@ -113,8 +113,8 @@ class Settings:
     #: TCP address of the API, for controllers.
     listen_host: str = "127.0.0.1"
     listen_port: int = 8421
-    #: ``hrrs``, ``fifo``, ``drain_first`` or ``round_robin``.
-    policy: str = "hrrs"
+    #: A name of ``core.policy.POLICIES``.
+    policy: str = "atc_h"
     #: Longest anticipatory hold.
     hold_us: int = 2_000_000
     #: Optimizer steps between two host images of a deployment that is never switched out.
