@@ -15,6 +15,7 @@ from plexrl_slurm.core.backlog import Backlog, Waiting
 from plexrl_slurm.core.costs import SwitchCosts
 from plexrl_slurm.core.grouping import Group, Home, Member, Pools, Why, place
 from plexrl_slurm.core.ids import CallId, CauseId, DeploymentId, JobId, WpgId
+from plexrl_slurm.core.ledger import split
 from plexrl_slurm.core.messages import (
     Activity,
     AnyEvent,
@@ -120,7 +121,9 @@ class World:
         self.chart: list[Stretch] | None = [] if chart else None
         #: GPUs held, as ``(at_us, train, rollout)``, whenever it changes.
         self.held: list[tuple[int, int, int]] = [(0, 0, 0)]
-        self.longest_wait_us = 0
+        #: GPU time that each group was held for, and of it what each job worked.
+        self._group_us: dict[int, int] = {}
+        self._busy_us: dict[tuple[int, JobId], int] = defaultdict(int)
         self._controllers: dict[JobId, Controller] = {}
         self._devices: dict[WpgId, _Device] = {}
         self._calls: dict[CallId, tuple[Call, int]] = {}
@@ -195,6 +198,9 @@ class World:
     def _charge(self, charge: Charge) -> None:
         device = self._devices[charge.wpg]
         self.gpu_us[device.wpg.pool, charge.activity] += charge.gpu_us
+        if charge.job is not None and device.wpg.pool is Pool.TRAIN:
+            group = int(charge.wpg.partition("-")[2])
+            self._busy_us[group, charge.job] += charge.gpu_us
         if self.chart is not None:
             self.chart.append(
                 Stretch(
@@ -339,6 +345,24 @@ class World:
         self._kept[member.job] = deque()
         controller.begin()
 
+    def saved_percent(self) -> dict[JobId, float]:
+        """GPU time that each ended job did not need to hold, against WPGs of its own.
+
+        What its training WPG was held for is split by busy time.
+        """
+        bill = dict.fromkeys(self.records, 0)
+        for group, held_us in self._group_us.items():
+            busy = {job: us for (number, job), us in self._busy_us.items() if number == group}
+            for job, share in split(held_us, busy).items() if busy else ():
+                bill[job] += share
+        found = {}
+        for number, record in self.records.items():
+            if record.end_us >= 0:
+                trace = record.job.trace
+                alone_us = record.job.alone_us() * (trace.train.gpus + trace.rollout.gpus)
+                found[number] = 100 * (1 - (bill[number] + record.own_gpu_us) / alone_us)
+        return found
+
     def call(self, job: JobId, kind: FunctionKind, seq: int, length_us: int) -> None:
         """A controller asks for a function that takes so long."""
         pool = Pool.ROLLOUT if kind is FunctionKind.SAMPLE else Pool.TRAIN
@@ -386,7 +410,7 @@ class World:
         self.pools.rollout_free += job.trace.rollout.gpus
         del group.members[job.number]
         if not group.members:
-            self._release(_train(group.number))
+            self._group_us[group.number] = self._release(_train(group.number))
             del self.pools.groups[group.number]
             self.pools.train_free += group.gpus
         self._controllers.pop(job.number)
