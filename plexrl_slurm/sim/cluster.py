@@ -21,6 +21,8 @@ class Cluster:
     node_bytes: int = 1500 * GB
     #: Between one GPU and host memory, one way, pinned.
     gpu_bytes_per_s: int = 50 * GB
+    #: Between one node and the shared file system, one way.
+    shared_bytes_per_s: int = 5 * GB
 
     def move_us(self, image_bytes: int, gpus: int) -> int:
         """An image from host memory to ``gpus`` GPUs, or back."""
@@ -44,6 +46,9 @@ class Plan:
     learn_steps: int = 5
     #: Standard deviation of the logarithm of guess over truth, where there is no history.
     guess_sigma: float = 0.5
+    #: A job moves to another group if that is expected to be worth it for so long, and not again
+    #: before; 0: nobody moves.
+    regroup_us: int = HOUR_US
     #: Mean time between two losses of a node; 0: none is lost.
     node_loss_hours: float = 0.0
     #: From the loss of a node to its WPG with a new one.

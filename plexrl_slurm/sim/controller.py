@@ -39,6 +39,11 @@ class Controller:
         #: Of the step that trains: its functions that are left. ``None``: none trains.
         self._left: list[tuple[FunctionKind, int]] | None = None
 
+    @property
+    def steps(self) -> int:
+        """Steps that it has taken."""
+        return self._trained
+
     def begin(self) -> None:
         """Create the deployment."""
         self._ask(FunctionKind.CREATE, self._job.create_us)

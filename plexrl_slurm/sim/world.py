@@ -26,6 +26,7 @@ from plexrl_slurm.core.messages import (
     Deployment,
     DeploymentDropped,
     DeploymentPlaced,
+    Drained,
     Finish,
     Forget,
     FunctionKind,
@@ -49,6 +50,7 @@ from plexrl_slurm.core.scheduler import SchedulerCore
 from plexrl_slurm.sim.cluster import Cluster, Plan
 from plexrl_slurm.sim.controller import Controller
 from plexrl_slurm.sim.job import SimJob
+from plexrl_slurm.sim.mover import Mover
 from plexrl_slurm.sim.trace import TraceJob
 
 CAUSE: Final = CauseId("sim")
@@ -96,7 +98,7 @@ class World:
     def __init__(
         self, trace: list[TraceJob], cluster: Cluster, plan: Plan, *, chart: bool = False
     ) -> None:
-        self.cluster, self.plan = cluster, plan
+        self.cluster, self.plan, self.cause = cluster, plan, CAUSE
         self.core = SchedulerCore(
             find_policy(plan.policy),
             costs=SwitchCosts(),
@@ -133,7 +135,11 @@ class World:
         self._count = 0
         self._groups = 0
         self._history: dict[tuple[str, str, str], Profile] = {}
-        self._profiles: dict[JobId, Profile] = {}
+        #: Progress of the newest image of each deployment.
+        self.images: dict[DeploymentId, tuple[int, int]] = {}
+        #: Groups whose promises are to be looked at again.
+        self.doubtful: set[int] = set()
+        self.mover = Mover(self)
         self._rng = np.random.default_rng(plan.seed)
         self._pass = False
         for number, record in self.records.items():
@@ -156,6 +162,7 @@ class World:
             if self._pass:
                 self._pass = False
                 self.backlog.run(self.now_us, self._place, self._take)
+                self.mover.look()
             self.decisions += 1
             self._do(self.core.plan(self.now_us, CAUSE))
             seen += 1
@@ -180,7 +187,7 @@ class World:
                 case Switch() | SaveImage():
                     moved, length_us = self._move(order)
                     life = self._devices[order.wpg].life
-                    self.at(self.now_us + length_us, self._switched, order.wpg, moved, life)
+                    self.at(self.now_us + length_us, self._switched, order, moved, life)
                 case Finish(call=call_id, ok=ok):
                     call, _ = self._calls[call_id]
                     if call.kind is FunctionKind.SAMPLE:
@@ -190,6 +197,8 @@ class World:
                     self._controllers[call.job].finished(call)
                 case Forget(deployment=name, progress=(seq, _)):
                     self._forget(JobId(int(name.partition("-")[2])), seq)
+                case Drained(wpg=wpg):
+                    self.mover.drained(wpg)
                 case WakeAt(at_us=at_us):
                     self.at(max(at_us, self.now_us), self._tick)
                 case _:
@@ -242,12 +251,17 @@ class World:
                 )
             )
 
-    def _switched(self, wpg: WpgId, moved: int, life: int) -> None:
-        device = self._devices.get(wpg)
-        if device is not None and device.life == life:
-            self.send(
-                SwitchEnded(wpg=wpg, ok=True, moved_bytes=moved, at_us=self.now_us, cause=CAUSE)
-            )
+    def _switched(self, order: Switch | SaveImage, moved: int, life: int) -> None:
+        device = self._devices.get(order.wpg)
+        if device is None or device.life != life:
+            return
+        if isinstance(order, SaveImage):
+            self.images[order.deployment] = order.progress
+        elif order.outgoing is not None:
+            self.images[order.outgoing] = order.outgoing_progress
+        self.send(
+            SwitchEnded(wpg=order.wpg, ok=True, moved_bytes=moved, at_us=self.now_us, cause=CAUSE)
+        )
 
     def _tick(self) -> None:
         self.send(Tick(at_us=self.now_us, cause=CAUSE))
@@ -304,15 +318,7 @@ class World:
         record = self.records[member.job]
         record.start_us = self.now_us
         if home.group is None:
-            self._groups += 1
-            group = Group(
-                number=self._groups,
-                gpus=member.train_gpus,
-                host_bytes=self.pools.host_bytes(member.train_gpus),
-            )
-            self.pools.groups[group.number] = group
-            self.pools.train_free -= group.gpus
-            self._hold(_train(group.number), Pool.TRAIN, group.gpus)
+            group = self.new_group(member.train_gpus)
         else:
             group = self.pools.groups[home.group]
         group.members[member.job] = member
@@ -344,6 +350,48 @@ class World:
         self._controllers[member.job] = controller
         self._kept[member.job] = deque()
         controller.begin()
+
+    def new_group(self, gpus: int) -> Group:
+        """Hold another training WPG."""
+        self._groups += 1
+        host_bytes = self.pools.host_bytes(gpus)
+        group = Group(number=self._groups, gpus=gpus, host_bytes=host_bytes)
+        self.pools.groups[group.number] = group
+        self.pools.train_free -= gpus
+        self._hold(_train(group.number), Pool.TRAIN, gpus)
+        return group
+
+    def give_back(self, number: int) -> None:
+        """A training WPG on which nobody lives is held no more."""
+        name = _train(number)
+        gpus = self.gpus_of(name)
+        self._group_us[number] = self._release(name)
+        self.pools.groups.pop(number, None)
+        self.pools.train_free += gpus
+        self._pass = True
+
+    def gpus_of(self, wpg: WpgId) -> int:
+        """GPUs of a WPG that is held."""
+        return self._devices[wpg].wpg.gpus
+
+    def image_of(self, job: JobId) -> int:
+        """Bytes of a job's training image."""
+        return self.records[job].job.trace.model.image_bytes
+
+    def has_ended(self, job: JobId) -> bool:
+        """Whether nothing of it is left."""
+        return self.records[job].end_us >= 0
+
+    def settled(self, job: JobId) -> bool:
+        """Whether its own steps have been measured."""
+        controller = self._controllers.get(job)
+        return controller is not None and controller.steps >= max(1, self.plan.learn_steps)
+
+    def left_us(self, job: JobId) -> int:
+        """How long it would still run, by the steps that it was submitted with."""
+        trace = self.records[job].job.trace
+        member = self.pools.groups[self.records[job].group].members[job]
+        return (trace.steps - self._controllers[job].steps) * member.profile.step_us
 
     def saved_percent(self) -> dict[JobId, float]:
         """GPU time that each ended job did not need to hold, against WPGs of its own.
@@ -392,6 +440,7 @@ class World:
         self._history[_alike(job.trace)] = learned
         group = self.pools.groups[self.records[job.number].group]
         group.members[job.number] = _with(group.members[job.number], learned)
+        self.doubtful.add(group.number)
         self._pass = True
 
     def ended(self, job: SimJob) -> None:
@@ -409,10 +458,8 @@ class World:
         record.own_gpu_us = self._release(rollout)
         self.pools.rollout_free += job.trace.rollout.gpus
         del group.members[job.number]
-        if not group.members:
-            self._group_us[group.number] = self._release(_train(group.number))
-            del self.pools.groups[group.number]
-            self.pools.train_free += group.gpus
+        if not group.members and not self.mover.takes_part(group.number):
+            self.give_back(group.number)
         self._controllers.pop(job.number)
         for call in self._kept.pop(job.number):
             del self._calls[call]
