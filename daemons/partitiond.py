@@ -26,7 +26,6 @@ from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.costs import SwitchCosts
 from plexrl_slurm.core.errors import Denied, PlexError, StorageFull
 from plexrl_slurm.core.policy import find_policy
-from plexrl_slurm.core.scheduler import SchedulerCore
 from plexrl_slurm.core.states import JobState
 from plexrl_slurm.daemons.accounting import Accounting
 from plexrl_slurm.daemons.agents import AgentHub
@@ -48,6 +47,7 @@ from plexrl_slurm.db import schema
 from plexrl_slurm.db.engine import open_database
 from plexrl_slurm.db.holds import newest_epoch
 from plexrl_slurm.db.store import Store
+from plexrl_slurm.journal import JournalledCore
 from plexrl_slurm.logs import say
 from plexrl_slurm.memory.files import storage_errors
 from plexrl_slurm.settings import Settings
@@ -138,9 +138,10 @@ class Daemon:
         endpoint = server.start(config.hold.agent_address)
         port = make_port(config)
         books = Accounting(writer, spool)
-        core = SchedulerCore(
+        core = JournalledCore(
             find_policy(config.policy),
-            costs=SwitchCosts(),
+            path=config.state_dir / "journal" / f"{epoch}.jsonl",
+            prior=SwitchCosts(),
             hold_us=config.hold_us,
             image_every=config.image_every,
             durable_every=config.hold.durable_every if config.backend == "slurm" else None,

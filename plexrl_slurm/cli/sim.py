@@ -185,6 +185,26 @@ def generate(
     )
 
 
+@sim.command()
+@click.argument("journal", type=_FILE)
+@shared
+@click.pass_obj
+def replay(app: App, journal: Path) -> None:
+    """Decide again what a daemon's JOURNAL says, and compare, event for event."""
+    from plexrl_slurm.journal import replay as decided
+
+    lines = 0
+    with waiting(f"deciding {journal} again") as say:
+        for number in decided(journal):
+            lines = number - 1
+            if lines % 10_000 == 0:
+                say(f"deciding {journal} again: {lines:,} lines agree")
+    app.answer(
+        {"journal": str(journal), "lines": lines, "agrees": True},
+        f"{journal}: all {lines:,} lines agree",
+    )
+
+
 def _runs(
     path: Path, pairs: Sequence[tuple[str, str]], *, chart: bool, given: dict[str, Any]
 ) -> "list[Ran]":
