@@ -18,6 +18,7 @@ from plexrl_slurm.cli.client import Client
 from plexrl_slurm.core.ids import SlurmId
 from plexrl_slurm.db.engine import open_database, transaction
 from plexrl_slurm.db.ledger import Flaw, gaps
+from plexrl_slurm.journal import replay
 from plexrl_slurm.settings import read_site
 from plexrl_slurm.slurm.local import LocalSlurm
 from plexrl_slurm.slurm.port import BatchJob
@@ -274,3 +275,8 @@ def running(folder: Path, *, seconds: float = 60.0, **options: Any) -> Iterator[
         yield partition
     finally:
         partition.close()
+    # Whatever a test did to it: what the daemons decided is decided again.
+    journals = sorted((partition.folder / "state" / "journal").glob("*.jsonl"))
+    assert journals
+    for journal in journals:
+        assert list(replay(journal))
