@@ -57,8 +57,8 @@ def main() -> int:
                 f"images took {outcome.most_bytes} bytes in memory; host_bytes is "
                 f"{outcome.host_bytes}"
             )
-        if not outcome.left_memory:
-            wrong.append("no image left memory: nothing of the disk was tried")
+        if not outcome.moves.back:
+            wrong.append("no image came back from the disk: nothing of it was tried")
         say(f"{len(outcome.kills)} kills, rounds {rounds}; now the same rounds undisturbed")
         others = runs.undisturbed(
             folder / "undisturbed",
@@ -73,7 +73,7 @@ def main() -> int:
             "kills": outcome.kills,
             "rounds": rounds,
             "weights": [seen.weights for seen in outcome.seen],
-            "left_memory": outcome.left_memory,
+            "nvme": outcome.moves.row(),
             "most_host_bytes": outcome.most_bytes,
             "host_bytes": outcome.host_bytes,
         }

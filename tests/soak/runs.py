@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from plexrl_slurm.cli.demo_memory import Moves, moves
 from tests.model_folders import make_hollow_folder
 from tests.scenarios.partition import REPOSITORY, Job, Partition, running
 from tests.soak.controllers import Controller, Seen
@@ -81,8 +82,8 @@ class Outcome:
 
     seen: list[Seen]
     kills: list[dict[str, Any]]
-    #: Images that went from memory to the disk, or were dropped because they were there.
-    left_memory: int
+    #: Images between memory and the disk.
+    moves: Moves
     #: Most bytes that images took in memory at any time.
     most_bytes: int
     host_bytes: int
@@ -129,11 +130,10 @@ def disturbed(
             _tell(controllers, killer, say)
             killer.strike_until(lambda: time.monotonic() > end or not _any_alive(controllers))
             seen = _finish(controllers, stall_s)
-        logs = partition.folder.glob("state/holds/*.log")
         return Outcome(
             seen=seen,
             kills=killer.kills,
-            left_memory=sum(log.read_text().count("image_left_memory") for log in logs),
+            moves=moves(partition.folder / "state"),
             most_bytes=watch.most,
             host_bytes=host_bytes,
             flaws=[str(flaw) for flaw in partition.flaws()],

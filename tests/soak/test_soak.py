@@ -64,4 +64,4 @@ def test_eight_jobs_with_memory_for_two_learn_the_same_while_processes_are_kille
     assert found["differences"] == []
     assert len(found["weights"]) == 8 and len(set(found["weights"])) == 8
     assert min(found["rounds"]) > 0 and len(found["kills"]) > 5
-    assert found["left_memory"] > 8
+    assert found["nvme"]["back"] > 8
