@@ -2,6 +2,8 @@
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,26 +21,22 @@ _IN_MEMORY: Final = ("tmpfs", "ramfs")
 Gang = tuple[int, Mapping[str, Any]]
 
 
-def smallest_image(model: ModelSpec, gangs: Iterable[Gang]) -> tuple[int, str]:
-    """Bytes of a training image on the WPG where they are fewest, and its layout in words."""
-    sizes = [(model.train_bytes, "on one GPU")]
-    found = []
+def on_gangs(model: ModelSpec, gangs: Iterable[Gang]) -> ModelSpec:
+    """``model`` with the size of its images on these WPGs; where that differs, the largest."""
+    sizes = []
     for gpus, options in gangs:
-        try:
-            layout = layout_of(options)
-        except BadInput:
-            continue  # told of already
-        size = image_size(model.parameters, dtype=model.dtype, layout=layout, ranks=gpus).total
-        found.append((size, f"on {gpus} GPUs at zero_stage {layout.stage}"))
-    size, words = min(found or sizes)
-    return size, "" if size == model.train_bytes else f" {words}"
+        with suppress(BadInput):  # told of already
+            size = image_size(
+                model.parameters, dtype=model.dtype, layout=layout_of(options), ranks=gpus
+            )
+            sizes.append(size.total)
+    return replace(model, image_bytes=max(sizes, default=0))
 
 
 def check_budgets(
     report: Report,
     values: Mapping[str, Any],
     models: Sequence[tuple[str, ModelSpec]],
-    gangs: Sequence[Gang],
 ) -> None:
     """Every model has to fit into the host tier, and into what is below it if there is that.
 
@@ -46,20 +44,21 @@ def check_budgets(
     """
     host, nvme = values.get("host_bytes"), values.get("nvme_bytes")
     for key, model in models:
-        image, words = smallest_image(model, gangs)
+        image = model.train_bytes
+        each = f"{image / model.parameters:g} bytes a parameter"
         needed = 2 * image + model.weights_bytes
         if host is not None and needed > host:
             report.bad(
                 key,
                 f"model {model.name} needs {_gib(needed)} of the host tier (two training images of "
-                f"{_gib(image)}{words}, because one goes out while the other comes in, and a "
+                f"{_gib(image)}, {each}, because one goes out while the other comes in, and a "
                 f"snapshot of {_gib(model.weights_bytes)}) and partition.host_bytes is "
                 f"{_gib(host)}: raise host_bytes or take the model out",
             )
         if values.get("nvme_dir") is not None and nvme is not None and image > nvme:
             report.bad(
                 "partition.nvme_bytes",
-                f"a training image of model {model.name}{words} has {_gib(image)} and nvme_bytes "
+                f"a training image of model {model.name} has {_gib(image)} ({each}) and nvme_bytes "
                 f"is {_gib(nvme)}: raise nvme_bytes, or leave nvme_dir and nvme_bytes out",
             )
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from plexrl_slurm.budgets import check_budgets, check_host, check_nvme, not_writable
+from plexrl_slurm.budgets import check_budgets, check_host, check_nvme, not_writable, on_gangs
 from plexrl_slurm.core import zero
 from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import BadConfig, BadInput
@@ -207,16 +207,17 @@ def check(path: Path) -> Findings:
         for index, table in enumerate(wpg_tables)
         if (wpg := _wpg(report, f"wpg[{index}]", table)) is not None
     )
+    gangs = [(wpg.gpus, wpg.options) for wpg in wpgs if wpg.pool == "train"]
     models = [
-        model
+        (model[0], on_gangs(model[1], gangs))
         for index, table in enumerate(array(report, data, "model"))
         if (model := _model(report, f"model[{index}]", table, folder)) is not None
     ]
     _check_pools(report, wpgs, complete=len(wpgs) == len(wpg_tables))
     check_shapes(report, hold, [(wpg.pool, wpg.gpus, wpg.count) for wpg in wpgs])
     _check_models(report, models, wpgs)
-    local, gangs = hold.backend == "local", [(w.gpus, w.options) for w in wpgs if w.pool == "train"]
-    check_budgets(report, values, models, gangs)
+    local = hold.backend == "local"
+    check_budgets(report, values, models)
     check_nvme(report, values, here=local)
     _check_places(report, values)
     check_host(report, values, here=local)

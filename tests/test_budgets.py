@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from plexrl_slurm import budgets
-from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.settings import check
 from plexrl_slurm.tomlcheck import Report
 from tests.model_folders import make_hollow_folder
@@ -73,12 +72,16 @@ def test_two_images_and_a_snapshot_are_enough(write: Write) -> None:
         pytest.param(
             # Both ranks have all weights: 12 + 2 x 4 + 4 = 24 bytes a parameter.
             {"host_bytes": "51MiB", "train": "gpus = 2"},
-            ["two training images of 0.02 GiB on 2 GPUs at zero_stage 2"],
+            ["two training images of 0.02 GiB, 24 bytes a parameter"],
             id="host memory for images of one GPU",
         ),
         pytest.param(
             {"nvme": nvme("disk", "19MiB")},
-            ["partition.nvme_bytes", "image of model tiny has 0.02 GiB", "raise nvme_bytes"],
+            [
+                "partition.nvme_bytes",
+                "image of model tiny has 0.02 GiB (20 bytes a parameter)",
+                "raise nvme_bytes",
+            ],
             id="a disk for less than one image",
         ),
         pytest.param(
@@ -152,19 +155,15 @@ def test_what_this_host_lacks_held_nodes_may_have(tmp_path: Path) -> None:
     assert memory.startswith("partition.host_bytes: on this host, ")
 
 
-def test_the_smallest_layout_that_holds_a_model_counts() -> None:
-    model = ModelSpec(
-        name="m",
-        path="/m",
-        dtype="bfloat16",
-        max_context_length=1,
-        vocab_size=1,
-        parameters=1000,
-        architecture="a",
-    )
+def test_the_largest_image_on_the_wpgs_there_are_is_what_counts_everywhere(write: Write) -> None:
+    options = "gpus = 2\ncount = 3\n"
+    settings = check(write(train=options, host_bytes="52MiB")).settings
+    assert settings is not None
+    # Both ranks have all weights.
+    assert settings.models["tiny"].train_bytes == 24 * PARAMETERS
+    model = settings.models["tiny"]
     two: budgets.Gang = (2, {})
     eight: budgets.Gang = (8, {"zero_stage": 3})
-    assert budgets.smallest_image(model, []) == (16_000, "")
-    assert budgets.smallest_image(model, [two]) == (18_000, " on 2 GPUs at zero_stage 2")
-    assert budgets.smallest_image(model, [two, eight]) == (16_000, "")
-    assert budgets.smallest_image(model, [two, (4, {"zero_stage": 9})])[0] == 18_000
+    impossible: budgets.Gang = (8, {"zero_stage": 9})
+    for gangs, size in (([], 20), ([eight], 20), ([eight, two], 24), ([impossible, two], 24)):
+        assert budgets.on_gangs(model, gangs).train_bytes == size * PARAMETERS

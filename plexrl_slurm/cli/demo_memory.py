@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from plexrl_slurm.core.errors import BadInput
+from plexrl_slurm.core.sizes import WIDTHS, image_size
+from plexrl_slurm.core.zero import ZeroLayout
 from plexrl_slurm.model_folder import read_model_folder
 
 #: One comes in while another goes out.
@@ -54,8 +56,8 @@ class Budget:
         """Memory for a quarter of the jobs' images, and a disk for the rest."""
         images = max(FEWEST_IMAGES, jobs // 4)
         found = read_model_folder(model)
-        width = 4 if found.dtype == "float32" else 2
-        image, snapshot = found.parameters * (2 * width + 12), found.parameters * width
+        snapshot = found.parameters * WIDTHS[found.dtype]
+        image = image_size(found.parameters, dtype=found.dtype, layout=ZeroLayout(), ranks=1).total
         return cls(
             images=images,
             image_bytes=image,

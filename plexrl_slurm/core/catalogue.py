@@ -25,6 +25,9 @@ class ModelSpec:
     #: Same for two entries that can share a skeleton or an engine slot: hash of the
     #: ``config.json`` fields that shape tensors, and the dtype.
     architecture: str
+    #: Of a training image on the partition's WPGs, all ranks together, where it is largest; 0: as
+    #: on one GPU.
+    image_bytes: int = 0
 
     @property
     def weights_bytes(self) -> int:
@@ -34,4 +37,5 @@ class ModelSpec:
     @property
     def train_bytes(self) -> int:
         """Bytes of a full training image: weights, fp32 master, Adam m and v, open gradients."""
-        return image_size(self.parameters, dtype=self.dtype, layout=ZeroLayout(), ranks=1).total
+        one = image_size(self.parameters, dtype=self.dtype, layout=ZeroLayout(), ranks=1)
+        return self.image_bytes or one.total
