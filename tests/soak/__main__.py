@@ -68,7 +68,7 @@ def main() -> int:
             stall_s=stall_s,
             say=lambda text: say(f"undisturbed, {text}"),
         )
-        wrong = differences(outcome.seen, others) + wrong
+        wrong = differences(outcome.seen, others) + wrong + runs.left_running(folder)
         report |= {
             "kills": outcome.kills,
             "rounds": rounds,

@@ -91,6 +91,25 @@ class Outcome:
     flaws: list[str]
 
 
+def left_running(folder: Path, *, patience_s: float = 20.0) -> list[str]:
+    """Processes that were started below ``folder`` and have not ended by now."""
+    deadline = time.monotonic() + patience_s
+    while found := sorted(_working_in(folder)):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.2)
+    return found
+
+
+def _working_in(folder: Path) -> Iterator[str]:
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (process / "cwd").readlink().is_relative_to(folder):
+                words = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+                if words:  # a zombie has none
+                    yield f"process {process.name} ({words[:80]}) outlived its partition"
+
+
 def model_folder(folder: Path, kind: Kind) -> Path:
     """The model that everybody trains."""
     if kind.engines[0] == "deepspeed":

@@ -12,6 +12,7 @@ import pytest
 from tests.scenarios.partition import REPOSITORY
 from tests.soak.controllers import Seen, differences
 from tests.soak.kills import SHARES, schedule
+from tests.soak.runs import left_running
 
 
 def seen(number: int, *rounds: str, weights: str = "w", failure: str = "") -> Seen:
@@ -42,6 +43,16 @@ def test_a_seed_stands_for_one_schedule_that_strikes_everybody() -> None:
     assert [again() for _ in range(200)] == first
     assert [others() for _ in range(200)] != first
     assert set(Counter(blow.target for blow in first)) == set(SHARES)
+
+
+def test_a_process_that_outlives_its_partition_is_found(tmp_path: Path) -> None:
+    assert left_running(tmp_path) == []
+    (tmp_path / "state").mkdir()
+    with subprocess.Popen(["sleep", "60"], cwd=tmp_path / "state") as process:
+        (found,) = left_running(tmp_path, patience_s=0.0)
+        process.kill()
+    assert found == f"process {process.pid} (sleep 60) outlived its partition"
+    assert left_running(tmp_path) == []
 
 
 @pytest.mark.slow
