@@ -13,6 +13,7 @@ import shutil
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +78,9 @@ def main() -> int:
             "most_host_bytes": outcome.most_bytes,
             "host_bytes": outcome.host_bytes,
         }
-    except AssertionError as problem:
-        wrong = [str(problem)]
+    except Exception as problem:
+        traceback.print_exc()
+        wrong = [f"{type(problem).__name__}: {problem}"]
     report |= {"differences": wrong, "seconds": round(time.monotonic() - began, 1)}
     if asked.report is not None:
         asked.report.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

@@ -4,8 +4,10 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from plexrl_slurm.core.errors import PlexError
 from tests.scenarios.partition import Partition, kill, wait_until
 
 
@@ -74,16 +76,18 @@ class Killer:
         wait_until(self._is_whole, seconds=self._patience_s, name=name)
 
     def _is_whole(self) -> bool:
-        nodes = self._partition.nodes()
-        wpgs = nodes["wpgs"]
+        try:
+            wpgs = self._partition.nodes()["wpgs"]
+        except PlexError:  # a busy daemon may be late
+            return False
         return bool(wpgs) and all(
             wpg["state"] not in ("down", "starting") and wpg["pids"] for wpg in wpgs
         )
 
     def _strike(self, blow: Blow) -> None:
         pid = self._pid(blow.target)
-        if pid is None:
-            return
+        if pid is None or not _alive(pid):
+            return  # it has ended, and nobody has noticed yet
         at_s = round(time.monotonic() - self._began, 2)
         if blow.target == "daemon":
             self._partition.kill_daemon()
@@ -91,7 +95,7 @@ class Killer:
             try:
                 kill(pid)
             except (FileNotFoundError, ProcessLookupError):
-                return  # it ended by itself, or nobody knows yet that it was killed
+                return
         self.kills.append({"at_s": at_s, "target": blow.target, "pid": pid})
         self._whole = not blow.hasty
         if blow.target == "daemon":
@@ -101,8 +105,19 @@ class Killer:
         if target == "daemon":
             assert self._partition.daemon is not None
             return self._partition.daemon.pid
-        nodes = self._partition.nodes()
+        try:
+            nodes = self._partition.nodes()
+        except PlexError:
+            return None
         if target == "agent":
             return int(nodes["agents"][0]["pid"]) if nodes["agents"] else None
         pids = [wpg["pids"] for wpg in nodes["wpgs"] if wpg["id"] == target]
         return int(pids[0][0]) if pids and pids[0] else None
+
+
+def _alive(pid: int) -> bool:
+    """Whether it is there and no zombie, which has no command line."""
+    try:
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
+    except OSError:
+        return False
