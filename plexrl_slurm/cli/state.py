@@ -12,6 +12,7 @@ from plexrl_slurm.cli import show
 from plexrl_slurm.cli.app import App, shared, waiting
 from plexrl_slurm.cli.client import Client
 from plexrl_slurm.cli.jobids import JobNumber, as_numbers
+from plexrl_slurm.cli.state_size import size
 from plexrl_slurm.core.errors import BadInput, NotFound
 
 #: A checkpoint is read whole before the answer comes.
@@ -23,6 +24,9 @@ _SAVED: Final = ("NAME", "KIND", "STEP", "BYTES", "SAVED", "URI")
 @click.group()
 def state() -> None:
     """Look at models that jobs train and have saved; verify and export them."""
+
+
+state.add_command(size)
 
 
 @state.command("show")

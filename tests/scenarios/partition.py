@@ -41,7 +41,10 @@ def wait_until(what: Callable[[], Any], *, seconds: float = 60.0, name: str = "i
 class Job:
     """A job whose controller is the test itself; its Slurm job only sleeps."""
 
-    def __init__(self, partition: "Partition", *, seed: int, models: list[str]) -> None:
+    def __init__(
+        self, partition: "Partition", *, seed: int, models: list[str], seconds: int = 600
+    ) -> None:
+        """``seconds``: how long its Slurm job sleeps."""
         self.partition = partition
         with partition.client() as client:
             row = client.submit(
@@ -61,7 +64,7 @@ class Job:
             self.slurm_id = partition.slurm.submit(
                 BatchJob(
                     name="job",
-                    script="#!/bin/sh\nexec sleep 600\n",
+                    script=f"#!/bin/sh\nexec sleep {seconds}\n",
                     workdir=partition.folder,
                     environment={"PATH": os.environ["PATH"]},
                 ),
