@@ -26,7 +26,7 @@ from plexrl_slurm import wire
 from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.engines.base import RankSpec
 from plexrl_slurm.engines.deepspeed import DeepSpeedEngine
-from plexrl_slurm.engines.skeleton import copy_bytes
+from plexrl_slurm.engines.movers import copy_bytes
 
 SIZES = {"tiny": (312_448, 64, "float32"), "100m": (100_702_464, 4096, "bfloat16")}
 
