@@ -312,6 +312,8 @@ class HostTier:
     def drop_again(self, *, quiet: bool) -> None:
         """What was under way when it was dropped may have been written since; ``quiet``: nothing
         is under way now."""
+        if not self._dropped:
+            return
         for deployment in {image.deployment for image in self.images()} & self._dropped:
             self._drop_image(deployment)
         if quiet and not self._publishing:

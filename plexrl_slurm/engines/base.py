@@ -63,6 +63,20 @@ class TrainEngine(Protocol):
         Raises ``BadImage`` for a slab that is torn, another's, or of another layout.
         """
 
+    def swap_images(
+        self,
+        save: Path,
+        load: Path,
+        *,
+        outgoing: str,
+        progress: tuple[int, int],
+        incoming: str,
+    ) -> int:
+        """:meth:`save_image` of the resident ``outgoing``, then :meth:`load_image`, as one move.
+
+        Raises what they raise; the slab at ``save`` need not be complete then.
+        """
+
     def forward_backward(self, body: wire.ForwardBackward) -> wire.TrainOutput:
         """Loss, logprobs and (unless ``forward_only``) accumulated gradients."""
 

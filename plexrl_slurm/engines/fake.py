@@ -132,6 +132,12 @@ class FakeTrainEngine:
         self._deployment = deployment
         return len(data)
 
+    def swap_images(
+        self, save: Path, load: Path, *, outgoing: str, progress: tuple[int, int], incoming: str
+    ) -> int:
+        moved = self.save_image(save, deployment=outgoing, progress=progress)
+        return moved + self.load_image(load, deployment=incoming)
+
     def forward_backward(self, body: wire.ForwardBackward) -> wire.TrainOutput:
         kind = "forward" if body.forward_only else "forward_backward"
         started_us = now_us()
