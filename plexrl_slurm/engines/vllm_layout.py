@@ -20,11 +20,7 @@ log = logging.getLogger(__name__)
 #: vLLM's methods of layers whose kernels read the weights as they are.
 _PLAIN: Final = ("NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 _COPY: Final = torch.ops.aten.copy_.default
-_CONSTANT: Final = (
-    torch.ops.aten.fill_.Scalar,
-    torch.ops.aten.fill_.Tensor,
-    torch.ops.aten.zero_.default,
-)
+_FILL: Final = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 #: Bytes of each of two pinned buffers.
 STAGING_BYTES: Final = 64 << 20
 
@@ -102,8 +98,9 @@ class NotACopy(Exception):
 class Layout:
     """Where the parts of a snapshot belong in one model on one worker."""
 
-    def __init__(self, parts: list[_Part]) -> None:
-        self._parts = parts
+    def __init__(self, parts: list[_Part], constants: list[tuple[Tensor, float]]) -> None:
+        """``constants``: padding, and what it is filled with."""
+        self._parts, self._constants = parts, constants
 
     @classmethod
     def record(
@@ -119,7 +116,7 @@ class Layout:
         recorder = _Recorder(parameters)
         with torch.no_grad(), recorder:
             load(recorder.watch(snapshot))
-        return cls(recorder.finish())
+        return cls(*recorder.finish())
 
     def load(self, snapshot: Mapping[str, Tensor], staging: "Staging") -> int:
         """Copy another snapshot into the same places; returns the bytes moved."""
@@ -131,6 +128,8 @@ class Layout:
                 source = whole.as_strided(part.shape, stride, whole.storage_offset() + offset)
                 moved += staging.copy(part.target, source)
             staging.wait()
+            for padding, value in self._constants:  # gone, if the device's memory was given back
+                padding.fill_(value)
         return moved
 
 
@@ -145,7 +144,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not follow
         self._sources: list[tuple[str, Tensor]] = []
         self._parts: list[_Part] = []
         #: Padding, which is the same in every snapshot.
-        self._constant: list[Tensor] = []
+        self._constants: list[tuple[Tensor, float]] = []
         self._problem = ""
 
     def watch(self, snapshot: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -160,8 +159,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not follow
             if info is not None and info.is_write and self._is_target(value):
                 if func is _COPY:
                     self._copied(value, args[1])
-                elif func in _CONSTANT:
-                    self._constant.append(value.detach())
+                elif func in _FILL:
+                    self._constants.append((value.detach(), float(args[1]) if args[1:] else 0.0))
                 else:
                     self._problem = self._problem or f"{func} changes a parameter"
         return func(*args, **(kwargs or {}))
@@ -181,9 +180,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not follow
                 return
         self._problem = self._problem or "a parameter is filled with what is not in the snapshot"
 
-    def finish(self) -> list[_Part]:
-        """The parts; raises :class:`NotACopy`."""
-        views = [*(part.target for part in self._parts), *self._constant]
+    def finish(self) -> tuple[list[_Part], list[tuple[Tensor, float]]]:
+        """The parts and the padding; raises :class:`NotACopy`."""
+        views = [*(part.target for part in self._parts), *(each for each, _ in self._constants)]
         for address, tensor in self._targets.items():
             elements = tensor.untyped_storage().nbytes() // tensor.element_size()
             filled = torch.zeros(elements, dtype=torch.uint8)
@@ -196,7 +195,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not follow
                 self._problem = self._problem or "a part of a parameter is not filled"
         if self._problem:
             raise NotACopy(self._problem)
-        return self._parts
+        return self._parts, self._constants
 
 
 class Staging:
