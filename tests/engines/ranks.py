@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
@@ -92,13 +92,20 @@ class Ranks:
                 self._changed.clear()
                 await self._changed.wait()
 
-    async def order(self, name: str, operation: ranklink.Operation) -> ranklink.Answer:
-        """The first rank's answer."""
+    async def orders(
+        self, name: str, make: Callable[[int], ranklink.Operation]
+    ) -> list[ranklink.Answer]:
+        """One operation for each rank; every rank's answer."""
         gang = self.gangs[name]
+        operations = [make(rank) for rank in range(gang.processes)]
         answers: list[ranklink.Answer] = await asyncio.wait_for(
-            gang.order(f"order-{next(self._numbers)}", [operation] * gang.processes), 120
+            gang.order(f"order-{next(self._numbers)}", operations), 300
         )
-        return answers[0]
+        return answers
+
+    async def order(self, name: str, operation: ranklink.Operation) -> ranklink.Answer:
+        """The same for every rank; the first one's answer."""
+        return (await self.orders(name, lambda _: operation))[0]
 
     async def load(self, name: str, path: Path | str, *, model: str) -> ranklink.Answer:
         """Bring a snapshot in."""
