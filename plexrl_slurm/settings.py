@@ -16,7 +16,7 @@ from plexrl_slurm.budgets import check_budgets, check_host, check_nvme, not_writ
 from plexrl_slurm.core import zero
 from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import BadConfig, BadInput
-from plexrl_slurm.model_folder import DTYPES, read_model_folder
+from plexrl_slurm.model_folder import DTYPES, read_model_folder, tensor_parallel_problem
 from plexrl_slurm.slurm_settings import HoldSettings, check_shapes, read_hold
 from plexrl_slurm.tomlcheck import (
     Report,
@@ -24,6 +24,7 @@ from plexrl_slurm.tomlcheck import (
     array,
     as_bytes,
     as_count,
+    as_count_or_none,
     as_name,
     as_switch,
     as_text,
@@ -63,6 +64,7 @@ ENGINE_OPTIONS: Final[Mapping[str, Mapping[str, Callable[[object], object]]]] = 
         "prefix_caching": as_switch,
         "block_size": as_count,
         "max_slots": as_count,
+        "max_asleep": as_count_or_none,
         "model": as_name,
         "start_timeout_s": as_count,
         "answer_timeout_s": as_count,
@@ -87,7 +89,8 @@ class WpgSettings:
     cores: tuple[tuple[int, ...], ...] = ()
     #: Engine options: deepspeed ``zero_stage`` (1, 2 or 3), ``offload_optimizer`` and
     #: ``offload_param`` (``none`` or ``cpu``), ``max_tokens_per_microbatch``; vllm
-    #: ``kv_cache_bytes``, ``max_num_seqs``, ``prefix_caching``, ``block_size``; every engine
+    #: ``kv_cache_bytes``, ``max_num_seqs``, ``prefix_caching``, ``block_size``, ``max_slots`` and
+    #: ``max_asleep`` (engines awake and asleep, one per architecture); every engine
     #: ``device_bytes``: what residents may take on all GPUs of a WPG together.
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -216,6 +219,7 @@ def check(path: Path) -> Findings:
     _check_pools(report, wpgs, complete=len(wpgs) == len(wpg_tables))
     check_shapes(report, hold, [(wpg.pool, wpg.gpus, wpg.count) for wpg in wpgs])
     _check_models(report, models, wpgs)
+    _check_tensor_parallel(report, [model for _, model in models], wpgs)
     local = hold.backend == "local"
     check_budgets(report, values, models)
     check_nvme(report, values, here=local)
@@ -353,6 +357,23 @@ def _check_models(
                 )
     if not models and not report.has("model"):
         report.bad("model", "the catalogue is empty: add a [[model]] table with name and path")
+
+
+def _check_tensor_parallel(
+    report: Report, models: Sequence[ModelSpec], wpgs: Sequence[WpgSettings]
+) -> None:
+    """Any job may come to any WPG, so each of vLLM's must be able to hold every model."""
+    for index, wpg in enumerate(wpgs):
+        if wpg.engine != "vllm":
+            continue
+        for model in models:
+            reason = tensor_parallel_problem(Path(model.path), wpg.gpus)
+            if reason is not None:
+                report.bad(
+                    f"wpg[{index}].gpus",
+                    f"vLLM cannot divide model {model.name} among {wpg.gpus} GPUs: {reason}; "
+                    f"choose another number, or take the model out",
+                )
 
 
 def _check_places(report: Report, values: Mapping[str, Any]) -> None:
