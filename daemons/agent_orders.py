@@ -5,6 +5,8 @@ the gang was lost, in none: that the gang is down was said.
 import contextlib
 from collections.abc import Awaitable, Callable, Collection
 
+import msgspec
+
 from plexrl_slurm.core.errors import PlexError
 from plexrl_slurm.daemons.gang import Gang, GangLost
 from plexrl_slurm.daemons.host_tier import HostTier
@@ -74,7 +76,10 @@ class Orders:
             self._tidy()
         if gang.trains:
             self._took_effect(order, ok=all(answer.ok for answer in answers))
-        await self._report(self._done(order.id, order.wpg, "run", answers, order.call, order.part))
+        done = self._done(order.id, order.wpg, "run", answers, order.call, order.part)
+        if gang.config.number:  # the node of rank 0 tells it
+            done = msgspec.structs.replace(done, result=b"")
+        await self._report(done)
 
     def _took_effect(self, order: tm.RunOrder, *, ok: bool) -> None:
         """Note how far the device's state is; a failed call is passed without an effect."""

@@ -221,24 +221,27 @@ class HostTier:
         )
         if not order.durable_path or (known is not None and known >= order.durable_progress):
             return await self._newest(order.wpg, order.incoming)
-        slot = await self._begin(order.wpg, order.incoming)
+        await self._read_durable(order.wpg, order.incoming, order.durable_path)
+        return store.find(order.incoming)
+
+    async def _read_durable(self, wpg: str, deployment: str, path: str, **share: int) -> None:
+        """``share``: of this node, as ``durable.read_image`` takes it."""
+        slot = await self._begin(wpg, deployment)
         try:
             try:
                 manifest = await asyncio.to_thread(
-                    durable.read_image, Path(order.durable_path), store.paths(slot)
+                    durable.read_image, Path(path), self._stores[wpg].paths(slot), **share
                 )
             except StorageFull:
                 raise
             except OSError as error:
-                why = f"cannot be read ({error.strerror})"
-                raise BadImage(order.durable_path, why) from error
-            if manifest.deployment != order.incoming:
-                raise BadImage(order.durable_path, f"is of deployment {manifest.deployment}")
+                raise BadImage(path, f"cannot be read ({error.strerror})") from error
+            if manifest.deployment != deployment:
+                raise BadImage(path, f"is of deployment {manifest.deployment}")
         except BaseException:
-            self._finish(order.wpg, slot, order.incoming, (0, 0), ok=False)
+            self._finish(wpg, slot, deployment, (0, 0), ok=False)
             raise
-        self._finish(order.wpg, slot, order.incoming, manifest.progress, ok=True)
-        return store.find(order.incoming)
+        self._finish(wpg, slot, deployment, manifest.progress, ok=True)
 
     async def persist(self, order: tm.PersistOrder) -> Held:
         """Copy the newest image to the durable tier; older ones than the daemon knows of go.

@@ -33,6 +33,7 @@ from plexrl_slurm.daemons.hold_hygiene import refuse_others
 from plexrl_slurm.daemons.holds import HoldKeeper
 from plexrl_slurm.daemons.intake import Intake
 from plexrl_slurm.daemons.moves import Mover
+from plexrl_slurm.daemons.node_addresses import NodeAddresses
 from plexrl_slurm.daemons.placement import Placer
 from plexrl_slurm.daemons.recovery import Recovery
 from plexrl_slurm.daemons.service_base import Parts
@@ -174,6 +175,7 @@ class Daemon:
             recover=recovery.hello,
             persisted=service.image_persisted,
             after_commit=writer.after_commit,
+            address_of=NodeAddresses(port, backend=config.backend),
         )
         parts.hub = shell.orders = hub
         mover = Mover(parts, service, recovery)

@@ -35,6 +35,12 @@ class RankSpec:
     cores: tuple[int, ...] = ()
     #: Name under which this process answers its agent: ``wpg/rank/incarnation``.
     identity: str = ""
+    #: First rank of the gang on this node.
+    first: int = 0
+    #: The node on which the store listens.
+    master_address: str = "127.0.0.1"
+    #: Of this incarnation of a gang on several nodes: ranks of another one have another.
+    meeting: str = ""
 
 
 class TrainEngine(Protocol):

@@ -24,7 +24,7 @@ from plexrl_slurm import wire
 from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import BadImage, BadInput, StepSkipped, StorageFull
 from plexrl_slurm.core.zero import layout_of
-from plexrl_slurm.engines import batching, jit, losses
+from plexrl_slurm.engines import batching, jit, losses, meeting
 from plexrl_slurm.engines.base import RankSpec
 from plexrl_slurm.engines.checkpoints import Gang, export, load, save
 from plexrl_slurm.engines.device_memory import DeviceMemory, on_gpu
@@ -399,9 +399,9 @@ def _join(spec: RankSpec) -> None:
         return
     os.environ.update(
         RANK=str(spec.rank),
-        LOCAL_RANK=str(spec.rank),
+        LOCAL_RANK=str(spec.rank - spec.first),
         WORLD_SIZE=str(spec.world),
-        MASTER_ADDR="127.0.0.1",
+        MASTER_ADDR=spec.master_address,
         MASTER_PORT=str(spec.master_port),
         HF_HUB_OFFLINE="1",
     )
@@ -411,6 +411,8 @@ def _join(spec: RankSpec) -> None:
     with quiet():
         import deepspeed
 
+        if spec.meeting:  # DeepSpeed takes the group that is there
+            meeting.join(spec, timeout=_TIMEOUT)
         deepspeed.init_distributed("gloo", timeout=_TIMEOUT, verbose=False)
 
 

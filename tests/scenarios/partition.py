@@ -100,11 +100,12 @@ class Partition:
         settings: Mapping[str, Any] | None = None,
         engines: tuple[str, str] = ("fake_train", "fake_sample"),
         train_gpus: int = 1,
+        train_nodes: int = 1,
         database_url: str | None = None,
         model: Path,
     ) -> None:
         self.folder = folder
-        self.engines, self.train_gpus = engines, train_gpus
+        self.engines, self.train_gpus, self.train_nodes = engines, train_gpus, train_nodes
         self.database_url = database_url or f"sqlite:///{folder / 'ledger.db'}"
         self.host = Path("/dev/shm") / f"plexrl-test-{os.getpid()}-{folder.name}"
         self.host.mkdir(mode=0o700)
@@ -142,8 +143,9 @@ class Partition:
         with self.client() as client:
             return client.nodes()
 
-    def agent_pid(self) -> int:
-        return int(self.nodes()["agents"][0]["pid"])
+    def agent_pid(self, node: str = "localhost") -> int:
+        (agent,) = [a for a in self.nodes()["agents"] if a["node"] == node]
+        return int(agent["pid"])
 
     def rank_pid(self, wpg: str, rank: int = 0) -> int:
         (view,) = [view for view in self.nodes()["wpgs"] if view["id"] == wpg]
@@ -245,6 +247,7 @@ backend = "local"
 pool = "train"
 engine = "{partition.engines[0]}"
 gpus = {partition.train_gpus}
+nodes = {partition.train_nodes}
 options = {_inline(train)}
 
 [[wpg]]
