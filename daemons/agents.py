@@ -8,9 +8,19 @@ import msgspec
 
 from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.ids import CallId, CauseId, DeploymentId, WpgId
-from plexrl_slurm.core.messages import Call, Persist, Run, SaveImage, Switch, WpgDown, WpgUp
+from plexrl_slurm.core.messages import (
+    Call,
+    ImagesLeft,
+    Persist,
+    Run,
+    SaveImage,
+    Switch,
+    WpgDown,
+    WpgUp,
+)
 from plexrl_slurm.daemons.layout import HeldWpg, Place
-from plexrl_slurm.daemons.shell import Durable, Shell, Weights
+from plexrl_slurm.daemons.orders import Durable, Weights
+from plexrl_slurm.daemons.shell import Shell
 from plexrl_slurm.logs import say
 from plexrl_slurm.settings import Settings
 from plexrl_slurm.transport import messages as tm
@@ -54,7 +64,7 @@ class AgentView:
 
 
 class AgentHub:
-    """Implements ``shell.Orders``."""
+    """Implements ``orders.Orders``."""
 
     def __init__(
         self,
@@ -75,6 +85,11 @@ class AgentHub:
         self.wpgs: dict[str, WpgView] = {}
         self._server, self._shell, self._epoch, self._settings = server, shell, epoch, settings
         self._recover, self._persisted, self._after_commit = recover, persisted, after_commit
+        #: Called with the report of a switch or a persist that met damaged images, or found none,
+        #: and its node.
+        self.on_left: Callable[[tm.Done, str], None] = lambda _done, _node: None
+        #: Called with a node and what failed there.
+        self.on_fault: Callable[[str, str], None] = lambda _node, _reason: None
         self._orders = 0
         #: Where agents are expected, and what they are to run.
         self._places: dict[Place, tuple[HeldWpg, ...]] = {}
@@ -291,15 +306,27 @@ class AgentHub:
                     say(log, "switch_failed", wpg=report.wpg, reason=report.error)
                     if (view := self.wpgs.get(report.wpg)) is not None:
                         view.reason = report.error
+                left = self._left(report)
+                damaged = "; ".join(report.left.damaged) if report.left is not None else ""
                 self._shell.switch_ended(
                     WpgId(report.wpg),
                     ok=report.ok,
                     moved_bytes=report.moved_bytes,
-                    error=report.error,
+                    error=report.error or damaged,
+                    left=left,
                 )
                 self._acknowledge(address, report.number)
             case tm.Hello() | tm.Beat():
                 pass
+
+    def _left(self, report: tm.Done) -> ImagesLeft | None:
+        """What an agent says of images that are not what the core believes."""
+        if report.left is None:
+            return None
+        view = self.wpgs.get(report.wpg)
+        if report.left.damaged or report.left.image is None:
+            self.on_left(report, view.node if view is not None else "")
+        return ImagesLeft(image=report.left.image, durable=report.left.durable)
 
     def _changed(self, address: bytes, report: tm.WpgChanged) -> None:
         view = self.wpgs.get(report.name)
@@ -336,11 +363,18 @@ class AgentHub:
             self._after_commit(lambda: after(done.deployment, done.progress, ok=True))
         else:
             say(log, "persist_failed", deployment=done.deployment, reason=done.error)
-            self._persist_ended(done.deployment, asked, ok=False)
+            self._persist_ended(done.deployment, asked, ok=False, left=self._left(done))
 
-    def _persist_ended(self, deployment: str, progress: tuple[int, int], *, ok: bool) -> None:
+    def _persist_ended(
+        self,
+        deployment: str,
+        progress: tuple[int, int],
+        *,
+        ok: bool,
+        left: ImagesLeft | None = None,
+    ) -> None:
         if self._persisting.pop(deployment, None) is not None:
-            self._shell.persisted(DeploymentId(deployment), progress, ok=ok)
+            self._shell.persisted(DeploymentId(deployment), progress, ok=ok, left=left)
 
     def _acknowledge(self, address: bytes, number: int) -> None:
         self._after_commit(lambda: self._post(address, tm.Ack(number=number)))

@@ -80,7 +80,7 @@ class HostRoom:
             return held
         slot = await self.begin(wpg, deployment, size=copy.bytes)
         try:
-            await self.nvme.read(copy, store.paths(slot))
+            await self._read(copy, store.paths(slot))
         except OSError as error:
             if isinstance(error, PlexError):
                 raise
@@ -91,6 +91,13 @@ class HostRoom:
             self.ended(wpg, slot)
             store.abandon(slot)
         return store.find(deployment)
+
+    async def _read(self, copy: Copy, slabs: list[Path]) -> None:
+        """Once more, if it was bad: it is not the disk that errs every time."""
+        try:
+            await self.nvme.read(copy, slabs)
+        except BadImage:
+            await self.nvme.read(copy, slabs)
 
     # -- background --------------------------------------------------------------------------
     async def copy_below(self, *, quiet: Callable[[], bool]) -> None:

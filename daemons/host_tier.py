@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Final
 
 from plexrl_slurm.core.errors import BadImage, StorageFull
+from plexrl_slurm.daemons import fallback
+from plexrl_slurm.daemons.fallback import Found, Kept
 from plexrl_slurm.daemons.folders import locked, refuse_foreign
 from plexrl_slurm.daemons.host_room import HostRoom
 from plexrl_slurm.daemons.nvme_tier import NvmeTier
@@ -32,6 +34,8 @@ class Passage:
     slot: int | None
     loads: list[Path]
     saves: list[Path]
+    #: Of a switch: what there is of the incoming.
+    left: tm.ImagesLeft | None = None
 
 
 class HostTier:
@@ -138,15 +142,16 @@ class HostTier:
         ]
 
     # -- switches and saves ------------------------------------------------------------------
-    async def begin_switch(self, order: tm.SwitchOrder) -> Passage | None:
-        """Slots of both images; ``None`` if there is none of the incoming deployment.
+    async def begin_switch(self, order: tm.SwitchOrder) -> Passage:
+        """Slots of both images, without any if there is none of the incoming deployment.
 
         Raises ``BadImage`` and ``StorageFull``.
         """
         store = self._stores[order.wpg]
-        held = await self.fetch(order)
+        found = await self.fetch(order)
+        held = found.held
         if held is None:
-            return None
+            return Passage(wpg=order.wpg, held=None, slot=None, loads=[], saves=[], left=found.left)
         store.pin(held.slot)
         if self._room is not None:
             self._room.wanted(order.wpg, order.incoming)
@@ -157,7 +162,12 @@ class HostTier:
             raise
         saves = store.paths(slot) if slot is not None else []
         return Passage(
-            wpg=order.wpg, held=held, slot=slot, loads=store.paths(held.slot), saves=saves
+            wpg=order.wpg,
+            held=held,
+            slot=slot,
+            loads=store.paths(held.slot),
+            saves=saves,
+            left=found.left,
         )
 
     async def begin_save(self, order: tm.SaveOrder) -> Passage:
@@ -199,61 +209,88 @@ class HostTier:
         if self._room is not None:
             await self._room.copy_below(quiet=quiet)
 
-    async def _newest(self, wpg: str, deployment: str) -> Held | None:
-        """In memory; from NVMe if it is there only."""
+    async def _bring(self, wpg: str, deployment: str) -> Held | None:
+        """In memory; from NVMe if it is there only. Raises ``BadImage`` and ``StorageFull``."""
+        store = self._stores[wpg]
         if self._room is None:
-            return self._stores[wpg].find(deployment)
-        return await self._room.bring(wpg, deployment)
+            held = store.find(deployment)
+        else:
+            held = await self._room.bring(wpg, deployment)
+        if held is not None:
+            fallback.check_held(held, store.paths(held.slot))
+        return held
 
-    async def fetch(self, order: tm.SwitchOrder) -> Held | None:
-        """The image that a switch brings in, from the durable tier if there is no newer here.
+    def _here(self, wpg: str, deployment: str) -> tuple[int, int] | None:
+        mine = (i.progress for i in self.images() if (i.wpg, i.deployment) == (wpg, deployment))
+        return max(mine, default=None)
+
+    def _discard(self, wpg: str, deployment: str) -> None:
+        """The copy that :meth:`_bring` takes is no good."""
+        store = self._stores[wpg]
+        held, copy = store.find(deployment), None
+        if self._nvme is not None:
+            copy = self._nvme.find(wpg, deployment)
+        if held is not None and (copy is None or held.progress >= copy.progress):
+            store.forget(deployment)
+        elif self._nvme is not None:
+            self._nvme.drop(wpg, deployment)
+
+    async def fetch(self, order: tm.SwitchOrder) -> Found:
+        """The image that a switch brings in, from the durable tier if there is no newer here;
+        an older one if the newest is damaged.
 
         Raises ``BadImage`` and ``StorageFull``.
         """
-        store = self._stores[order.wpg]
-        known = max(
-            (
-                image.progress
-                for image in self.images()
-                if (image.wpg, image.deployment) == (order.wpg, order.incoming)
-            ),
-            default=None,
+        kept = None
+        if order.durable_path:
+            kept = Kept(progress=order.durable_progress, folder=Path(order.durable_path))
+        return await fallback.search(
+            here=lambda: self._here(order.wpg, order.incoming),
+            bring=lambda: self._bring(order.wpg, order.incoming),
+            discard=lambda: self._discard(order.wpg, order.incoming),
+            kept=kept,
+            load=lambda image: self._load(order.wpg, order.incoming, image),
         )
-        if not order.durable_path or (known is not None and known >= order.durable_progress):
-            return await self._newest(order.wpg, order.incoming)
-        slot = await self._begin(order.wpg, order.incoming)
+
+    async def _load(self, wpg: str, deployment: str, image: Kept) -> Held:
+        """Out of the durable tier. Raises ``BadImage`` and ``StorageFull``."""
+        store = self._stores[wpg]
+        slot = await self._begin(wpg, deployment)
         try:
             try:
                 manifest = await asyncio.to_thread(
-                    durable.read_image, Path(order.durable_path), store.paths(slot)
+                    durable.read_image, image.folder, store.paths(slot)
                 )
             except StorageFull:
                 raise
             except OSError as error:
                 why = f"cannot be read ({error.strerror})"
-                raise BadImage(order.durable_path, why) from error
-            if manifest.deployment != order.incoming:
-                raise BadImage(order.durable_path, f"is of deployment {manifest.deployment}")
+                raise BadImage(str(image.folder), why) from error
+            if manifest.deployment != deployment:
+                raise BadImage(str(image.folder), f"is of deployment {manifest.deployment}")
         except BaseException:
-            self._finish(order.wpg, slot, order.incoming, (0, 0), ok=False)
+            self._finish(wpg, slot, deployment, (0, 0), ok=False)
             raise
-        self._finish(order.wpg, slot, order.incoming, manifest.progress, ok=True)
-        return store.find(order.incoming)
+        self._finish(wpg, slot, deployment, manifest.progress, ok=True)
+        held = store.find(deployment)
+        assert held is not None  # for the type checker: it was just committed
+        return held
 
-    async def persist(self, order: tm.PersistOrder) -> Held:
+    async def persist(self, order: tm.PersistOrder) -> Found:
         """Copy the newest image to the durable tier; older ones than the daemon knows of go.
 
-        Raises ``BadImage`` and ``StorageFull``.
+        Without an image that is whole there is none. Raises ``BadImage`` and ``StorageFull``.
         """
         # An earlier daemon's order may still be under way.
         async with self._copying.setdefault(order.deployment, asyncio.Lock()):
             return await self._persist(order)
 
-    async def _persist(self, order: tm.PersistOrder) -> Held:
+    async def _persist(self, order: tm.PersistOrder) -> Found:
         store = self._stores[order.wpg]
-        held = await self._newest(order.wpg, order.deployment)
+        found = await self._whole(order)
+        held = found.held
         if held is None:
-            raise BadImage(order.deployment, "has no complete image on this node")
+            return found
         root = Path(order.folder)
         folder = durable.folder_of(root, order.deployment, held.progress)
         store.pin(held.slot)
@@ -265,7 +302,19 @@ class HostTier:
                 await asyncio.to_thread(durable.keep_newest, root, order.deployment, order.known)
         finally:
             store.unpin(held.slot)
-        return held
+        return found
+
+    async def _whole(self, order: tm.PersistOrder) -> Found:
+        """The newest image on the node that is whole."""
+        damaged: list[str] = []
+        while True:
+            try:
+                held = await self._bring(order.wpg, order.deployment)
+            except BadImage as problem:
+                self._discard(order.wpg, order.deployment)
+                damaged.append(str(problem))
+            else:
+                return Found(held=held, durable=order.known, damaged=damaged)
 
     # -- snapshots ---------------------------------------------------------------------------
     def snapshot(self, name: str) -> Path:

@@ -367,21 +367,19 @@ def _switch_ended(books: Books, lane: Lane, event: SwitchEnded, out: list[AnyIns
             lane.resident, incoming.failures = incoming, 0
             incoming.step(Residency.RESIDENT, cause)
             if incoming.program is not None:
-                if event.left is not None:
-                    handover.fell_back(incoming, event.left, event.error, cause)
+                if handover.fell_back(incoming, event.left, event.error, cause):
                     incoming.program.rewind()
                     incoming.program.applied = incoming.program.position
+                    books.settle(lane, incoming, cause, out)
                 incoming.program.loaded()
                 phase = lane.phase(incoming, incoming.last_job)
                 phase.open_step = incoming.program.open_step
-                if event.left is not None:
-                    books.settle(lane, incoming, cause, out)
     else:
         # Nobody knows what the device holds now; images and calls are all there.
         lane.resident = lane.owed = None
-        other = False
-        if incoming is not None and event.left is not None:
-            other = handover.fell_back(incoming, event.left, event.error, cause)
+        other = incoming is not None and handover.fell_back(
+            incoming, event.left, event.error, cause
+        )
         for tenant in (outgoing, incoming):
             if tenant is not None:
                 tenant.lose(cause)

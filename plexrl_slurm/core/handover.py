@@ -85,9 +85,8 @@ def _lost_at_rest(
 ) -> bool:
     """Whether an image was lost that nobody was loading."""
     program = tenant.program
-    if program is None or event.left is None or event.left.image == program.image:
+    if not fell_back(tenant, event.left, "", event.cause) or program is None:
         return False
-    fell_back(tenant, event.left, "", event.cause)
     if lane.resident is tenant:
         program.dirty = program.position > (program.image or START)
     else:
@@ -97,17 +96,17 @@ def _lost_at_rest(
     return True
 
 
-def fell_back(tenant: Tenant, left: ImagesLeft, why: str, cause: CauseId) -> bool:
-    """Its newest image is not what was believed; whether another one is loaded from now on."""
+def fell_back(tenant: Tenant, left: ImagesLeft | None, why: str, cause: CauseId) -> bool:
+    """Whether its newest image is another one than was believed; it is believed now."""
     program = tenant.program
-    if program is None:
+    if program is None or left is None or left.image == program.image:
         return False
     believed = program.image
     program.fell_back(left.image, left.durable)
     instead = f"{left.image}" if left.image is not None else "none: it is created anew"
     line = f"image {believed} is damaged or gone ({why}); what is left is {instead}"
     tenant.where = tenant.where.note(line.replace(" ()", ""), cause=cause)
-    return believed != left.image
+    return True
 
 
 def durable(

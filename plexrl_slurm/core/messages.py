@@ -272,7 +272,7 @@ class SwitchEnded(Event):
     moved_bytes: int = 0
     #: Why it failed, for the user; may be "".
     error: str = ""
-    #: Of the incoming, if its image was not what was believed: with ``ok`` this one is loaded.
+    #: Of the incoming; it may not be what was believed. With ``ok`` this image is loaded.
     left: ImagesLeft | None = None
 
 

@@ -214,6 +214,7 @@ class Program:
             if self.spare is not None and (durable is None or self.spare >= durable):
                 self.spare = None
             self.durable, self._durable_open = durable, is_open
+        self.frontier = max(self.frontier, image or START)
         self.lost_image(image)
 
     def adopt(self, position: Position) -> list[Entry]:

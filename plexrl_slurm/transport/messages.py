@@ -94,6 +94,15 @@ class WpgChanged(msgspec.Struct, frozen=True, tag="wpg"):
     at_us: int
 
 
+class ImagesLeft(msgspec.Struct, frozen=True):
+    """See ``core.messages.ImagesLeft``."""
+
+    image: tuple[int, int] | None
+    durable: tuple[int, int] | None
+    #: What is wrong with newer ones, a sentence each.
+    damaged: list[str]
+
+
 class Done(msgspec.Struct, frozen=True, tag="done"):
     """An order ended."""
 
@@ -103,7 +112,8 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     #: ``run``, ``switch``, ``save`` or ``persist``.
     what: str
     ok: bool
-    #: Of a persist: the deployment, and the progress that is durable now.
+    #: Of a persist: the deployment, and the progress that is durable now. Of a switch: the
+    #: incoming deployment.
     deployment: str = ""
     progress: tuple[int, int] = (0, 0)
     call: str = ""
@@ -114,6 +124,8 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     moved_bytes: int = 0
     started_us: int = 0
     ended_us: int = 0
+    #: Of a training switch: what there is of the incoming. Of a persist that has no image to copy.
+    left: ImagesLeft | None = None
 
 
 Report: TypeAlias = Hello | Beat | WpgChanged | Done
