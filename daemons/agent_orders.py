@@ -194,6 +194,19 @@ class Orders:
             )
         )
 
+    async def evict(self, order: tm.EvictOrder) -> None:
+        """An image out of host memory."""
+        ok, error, size = True, "", 0
+        try:
+            size = await self._tier.evict(order)
+        except (PlexError, OSError) as problem:
+            ok, error = False, str(problem)
+        done = tm.Done(
+            number=self._number(), wpg=order.wpg, order=order.id, what="evict", ok=ok,
+            deployment=order.deployment, error=error, moved_bytes=size,
+        )  # fmt: skip
+        await self._report(done)
+
     def _done(
         self,
         order: str,

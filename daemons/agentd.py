@@ -49,6 +49,8 @@ class Agent:
         self._still.set()
         self._number = 0
         self._unacknowledged: dict[int, tm.Done | tm.WpgChanged] = {}
+        #: What the daemon was told last of the images here.
+        self._said: tm.Stock | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
         #: The hold is given back, and the host tier with it.
@@ -124,7 +126,7 @@ class Agent:
                 case _ if command.epoch < self._daemon_epoch:
                     say(log, "old_daemon_ignored", epoch=command.epoch)
                 case tm.Welcome():
-                    self._daemon_epoch = command.epoch
+                    self._daemon_epoch, self._said = command.epoch, None
                     self._welcome(command)
                 case tm.SwitchOrder():
                     self._begin(command, self._orders.switch(command))
@@ -142,6 +144,8 @@ class Agent:
                             await self._orders.gangs[wpg].abort(order)
                 case tm.PersistOrder():
                     self._spawn(self._orders.persist(command))
+                case tm.EvictOrder():
+                    self._spawn(self._orders.evict(command))
                 case tm.DropOrder():
                     self._tier.drop(command)
                     self._tidy()
@@ -275,7 +279,11 @@ class Agent:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(BEAT_S)
-            await self._link.send(tm.Beat(agent=self._config.agent, epoch=self._epoch))
+            stock = self._tier.stock()
+            news = stock if stock != self._said else None
+            self._said = stock
+            beat = tm.Beat(agent=self._config.agent, epoch=self._epoch, stock=news)
+            await self._link.send(beat)
 
     # -- ranks -------------------------------------------------------------------------------
     async def _send_rank(self, identity: bytes, data: bytes) -> None:

@@ -1,8 +1,9 @@
 """The daemon's view of its agents: who is there, what they have, and orders to them."""
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 
 import msgspec
 
@@ -18,6 +19,8 @@ from plexrl_slurm.core.messages import (
     WpgDown,
     WpgUp,
 )
+from plexrl_slurm.daemons.agent_views import AgentView, WpgView
+from plexrl_slurm.daemons.image_stories import ImageStories
 from plexrl_slurm.daemons.layout import HeldWpg, Place
 from plexrl_slurm.daemons.orders import Durable, Weights
 from plexrl_slurm.daemons.shell import Shell
@@ -30,37 +33,6 @@ log = logging.getLogger(__name__)
 
 #: A WPG that failed to start so often in a row will not.
 NEVER = 4
-
-
-@dataclass(slots=True)
-class WpgView:
-    """A WPG as its agent last described it."""
-
-    name: str
-    #: Address of its agent; empty until that has said hello.
-    agent: bytes
-    node: str = ""
-    state: str = "starting"
-    reason: str = ""
-    incarnation: int = 0
-    pids: list[int] = field(default_factory=list)
-    #: Starts in a row that did not bring it up.
-    failures: int = 0
-
-
-@dataclass(slots=True)
-class AgentView:
-    """An agent that said hello."""
-
-    name: str
-    place: Place
-    epoch: int
-    pid: int
-    heard_us: int
-    #: It knows what it is to run.
-    welcome: bool = False
-    #: It was declared lost, or its hold is given back: nothing it says counts any more.
-    refused: bool = False
 
 
 class AgentHub:
@@ -90,6 +62,9 @@ class AgentHub:
         self.on_left: Callable[[tm.Done, str], None] = lambda _done, _node: None
         #: Called with a node and what failed there.
         self.on_fault: Callable[[str, str], None] = lambda _node, _reason: None
+        #: Orders whose reports somebody waits for.
+        self._asked: dict[str, asyncio.Future[tm.Done]] = {}
+        self.stories = ImageStories()
         self._orders = 0
         #: Where agents are expected, and what they are to run.
         self._places: dict[Place, tuple[HeldWpg, ...]] = {}
@@ -283,7 +258,20 @@ class AgentHub:
             ),
         )
 
+    def ask(
+        self, address: bytes, order: tm.PersistOrder | tm.EvictOrder
+    ) -> "asyncio.Future[tm.Done]":
+        """Its report, which nobody else hears."""
+        self._asked[order.id] = asyncio.get_running_loop().create_future()
+        self._post(address, order)
+        return self._asked[order.id]
+
     def _heard(self, address: bytes, report: tm.Report) -> None:
+        if isinstance(report, tm.Done) and (asked := self._asked.pop(report.order, None)):
+            self._acknowledge(address, report.number)
+            if not asked.done():
+                asked.set_result(report)
+            return
         match report:
             case tm.WpgChanged():
                 self._changed(address, report)
@@ -316,6 +304,10 @@ class AgentHub:
                     left=left,
                 )
                 self._acknowledge(address, report.number)
+            case tm.Beat(stock=tm.Stock() as stock):
+                agent = self.agents[address]
+                agent.stock = stock
+                self.stories.heard(agent.place.node, stock)
             case tm.Hello() | tm.Beat():
                 pass
 
@@ -386,7 +378,7 @@ class AgentHub:
             view.agent,
             tm.SwitchOrder(
                 epoch=self._epoch,
-                id=self._order_id(),
+                id=self.order_id(),
                 wpg=step.wpg,
                 incarnation=view.incarnation,
                 incoming=step.incoming,
@@ -405,7 +397,7 @@ class AgentHub:
             view.agent,
             tm.SaveOrder(
                 epoch=self._epoch,
-                id=self._order_id(),
+                id=self.order_id(),
                 wpg=step.wpg,
                 incarnation=view.incarnation,
                 deployment=step.deployment,
@@ -424,7 +416,7 @@ class AgentHub:
             view.agent,
             tm.PersistOrder(
                 epoch=self._epoch,
-                id=self._order_id(),
+                id=self.order_id(),
                 wpg=step.wpg,
                 deployment=step.deployment,
                 folder=str(self._settings.durable_dir),
@@ -438,7 +430,7 @@ class AgentHub:
             view.agent,
             tm.RunOrder(
                 epoch=self._epoch,
-                id=self._order_id(),
+                id=self.order_id(),
                 wpg=step.wpg,
                 incarnation=view.incarnation,
                 call=step.call,
@@ -459,6 +451,8 @@ class AgentHub:
     def drop(self, *, deployments: list[str], snapshots: list[str]) -> None:
         """Tell every agent to delete what nobody needs any more."""
         order = tm.DropOrder(epoch=self._epoch, deployments=deployments, snapshots=snapshots)
+        for deployment in deployments:
+            self.stories.forget(deployment)
         for address in self.agents:
             self._post(address, order)
 
@@ -472,7 +466,8 @@ class AgentHub:
                 if self._persisting.get(deployment, (b"",))[0] == view.agent:
                     del self._persisting[deployment]  # the core has forgotten it with the move
 
-    def _order_id(self) -> str:
+    def order_id(self) -> str:
+        """Of the next order."""
         self._orders += 1
         return f"{self._epoch}.{self._orders}"
 

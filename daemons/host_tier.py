@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from plexrl_slurm.core.errors import BadImage, StorageFull
+from plexrl_slurm.clock import now_us
+from plexrl_slurm.core.errors import BadImage, BadInput, StorageFull
 from plexrl_slurm.daemons import fallback
 from plexrl_slurm.daemons.fallback import Found, Kept
 from plexrl_slurm.daemons.folders import locked, refuse_foreign
@@ -65,6 +66,8 @@ class HostTier:
         #: Copies to the durable tier, by deployment.
         self._copying: dict[str, asyncio.Lock] = {}
         self._lock: int | None = None
+        #: When images were last switched in or written.
+        self._used_us: dict[tuple[str, str], int] = {}
         self._nvme = nvme
         own_snapshots = None if self._shared else self.snapshots
         self._room = (
@@ -153,6 +156,7 @@ class HostTier:
         if held is None:
             return Passage(wpg=order.wpg, held=None, slot=None, loads=[], saves=[], left=found.left)
         store.pin(held.slot)
+        self._used_us[order.wpg, order.incoming] = now_us()
         if self._room is not None:
             self._room.wanted(order.wpg, order.incoming)
         try:
@@ -196,6 +200,7 @@ class HostTier:
     ) -> None:
         store = self._stores[wpg]
         if ok:
+            self._used_us[wpg, deployment] = now_us()
             store.commit(slot, deployment=deployment, progress=progress)
         else:
             store.abandon(slot)
@@ -316,6 +321,59 @@ class HostTier:
             else:
                 return Found(held=held, durable=order.known, damaged=damaged)
 
+    async def evict(self, order: tm.EvictOrder) -> int:
+        """Give back the memory of an image; how many bytes. Raises ``BadInput``."""
+        store = self._stores.get(order.wpg)
+        if store is None:
+            raise BadInput(f"WPG {order.wpg} has no images on this node")
+        if order.to == "nvme":
+            if self._room is None:
+                raise BadInput("its node has no nvme_dir: evict it to the durable tier")
+            return await self._room.push(order.wpg, order.deployment)
+        held, freed = store.find(order.deployment), 0
+        copy = self._nvme.find(order.wpg, order.deployment) if self._nvme is not None else None
+        newest = max((each.progress for each in (held, copy) if each is not None), default=None)
+        if newest is None or order.durable is None or newest > order.durable:
+            raise BadInput("no durable image is as new as what the node has: try again")
+        if held is not None:
+            if store.is_pinned(held.slot):
+                raise BadInput("it is being read just now: try again")
+            store.release(order.deployment)
+            freed = held.bytes
+        if copy is not None and self._nvme is not None:
+            self._nvme.drop(order.wpg, order.deployment)
+            freed += copy.bytes
+        return freed
+
+    def stock(self) -> tm.Stock:
+        """What lies where."""
+        found = [
+            tm.StockImage(
+                wpg=wpg,
+                deployment=held.deployment,
+                tier="host",
+                progress=held.progress,
+                bytes=held.bytes,
+                last_use_us=self._used_us.get((wpg, held.deployment), 0),
+            )
+            for wpg, store in self.all_stores().items()
+            for held in store.held()
+        ]
+        if self._nvme is None:
+            return tm.Stock(images=found)
+        found += [
+            tm.StockImage(
+                wpg=copy.wpg,
+                deployment=copy.deployment,
+                tier="nvme",
+                progress=copy.progress,
+                bytes=copy.bytes,
+                last_use_us=self._used_us.get((copy.wpg, copy.deployment), 0),
+            )
+            for copy in self._nvme.copies()
+        ]
+        return tm.Stock(images=found, nvme_used=self._nvme.used, nvme_limit=self._nvme.limit)
+
     # -- snapshots ---------------------------------------------------------------------------
     def snapshot(self, name: str) -> Path:
         """File of a snapshot."""
@@ -372,6 +430,7 @@ class HostTier:
 
     def _drop_image(self, deployment: str) -> None:
         for wpg, store in self._stores.items():
+            self._used_us.pop((wpg, deployment), None)
             store.drop(deployment)
             if self._nvme is not None:
                 self._nvme.drop(wpg, deployment)

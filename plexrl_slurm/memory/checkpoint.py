@@ -40,10 +40,17 @@ class Manifest(msgspec.Struct, frozen=True):
     format: int = _FORMAT
     #: Weights are shared out to the ranks too (ZeRO-3).
     sharded: bool = False
+    #: The folder is a Hugging Face model: it has no optimizer state, and fits any number of ranks.
+    weights_only: bool = False
 
     @property
     def bytes(self) -> int:
         return sum(file.bytes for file in self.files)
+
+
+def encoded(manifest: Manifest) -> bytes:
+    """What its file contains."""
+    return msgspec.json.format(msgspec.json.encode(manifest), indent=1)
 
 
 def rank_file(rank: int) -> str:
@@ -64,7 +71,7 @@ def begin(path: Path) -> Path:
 def finish(path: Path, manifest: Manifest) -> None:
     """Publish the folder that all ranks have filled; called by one rank."""
     part = part_name(path)
-    write_bytes(part / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+    write_bytes(part / MANIFEST, encoded(manifest))
     publish_folder(part, path)
 
 

@@ -75,11 +75,35 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     restarts: int = 0
 
 
+class StockImage(msgspec.Struct, frozen=True):
+    """A complete image in one tier of a node."""
+
+    wpg: str
+    deployment: str
+    #: ``host`` or ``nvme``.
+    tier: str
+    progress: tuple[int, int]
+    bytes: int
+    #: It was switched in or out; 0: not since the agent's start.
+    last_use_us: int
+
+
+class Stock(msgspec.Struct, frozen=True):
+    """What the tiers of a node hold."""
+
+    images: list[StockImage]
+    #: Bytes of all copies on NVMe, and of those that are being written; its budget, or ``None``.
+    nvme_used: int = 0
+    nvme_limit: int | None = None
+
+
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
     """The agent lives."""
 
     agent: str
     epoch: int
+    #: If it is another than it said last.
+    stock: Stock | None = None
 
 
 class WpgChanged(msgspec.Struct, frozen=True, tag="wpg"):
@@ -109,7 +133,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     number: int
     wpg: str
     order: str
-    #: ``run``, ``switch``, ``save`` or ``persist``.
+    #: ``run``, ``switch``, ``save``, ``persist`` or ``evict``.
     what: str
     ok: bool
     #: Of a persist: the deployment, and the progress that is durable now. Of a switch: the
@@ -200,6 +224,19 @@ class PersistOrder(msgspec.Struct, frozen=True, tag="persist"):
     known: tuple[int, int] | None = None
 
 
+class EvictOrder(msgspec.Struct, frozen=True, tag="evict"):
+    """An image leaves host memory, as another complete copy of it exists or can be made."""
+
+    epoch: int
+    id: str
+    wpg: str
+    deployment: str
+    #: ``nvme`` or ``durable``.
+    to: str
+    #: Progress of its newest durable image, if it is to be left to that.
+    durable: tuple[int, int] | None = None
+
+
 class RunOrder(msgspec.Struct, frozen=True, tag="run"):
     """See ``core.messages.Run``."""
 
@@ -250,6 +287,7 @@ Command: TypeAlias = (
     | SwitchOrder
     | SaveOrder
     | PersistOrder
+    | EvictOrder
     | RunOrder
     | AbortOrder
     | DropOrder

@@ -1,5 +1,6 @@
 """Images that are damaged or gone: learning goes on from an older one, as if nothing had been."""
 
+import contextlib
 import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 from tinker import types
 
+from plexrl_slurm.cli.client import Refused
 from tests.scenarios.controller import datum
 from tests.scenarios.partition import Job, Partition, kill, running, wait_until
 from tests.scenarios.test_nvme import IMAGE, SLACK, left_memory
@@ -194,3 +196,24 @@ def test_a_daemon_that_dies_after_the_fall_back_believes_what_is_there(
     learner.learn(STEPS + 1, 2 * STEPS)
     assert [learner.end()] == undisturbed[:1]
     assert safe.flaws() == []
+
+
+@pytest.mark.parametrize("to", ["nvme", "durable"])
+def test_evicted_images_come_back_as_they_were(
+    crowded: Partition, undisturbed: list[list[Any]], to: str
+) -> None:
+    learners = [Learner(crowded, number) for number in range(2)]
+
+    def evict() -> None:
+        with crowded.client() as client:
+            for learner in learners:
+                with contextlib.suppress(Refused):  # the resident may have no image yet
+                    client.evict_state(learner.job.id, deployment="", to=to)
+            stories = [client.explain(learner.job.id)["deployments"] for learner in learners]
+            tiers = client.state()["tiers"]
+        assert any(each["images"] for (each,) in stories)
+        (nvme,) = [each for each in tiers if each["tier"] == "nvme"]
+        assert nvme["limit"] == 5 * IMAGE + SLACK
+
+    assert both_halves(learners, evict) == undisturbed[:2]
+    assert crowded.flaws() == []
