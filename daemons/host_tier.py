@@ -439,3 +439,5 @@ class HostTier:
         path = self.snapshot(snapshot)
         path.unlink(missing_ok=True)
         part_name(path, self.writer).unlink(missing_ok=True)
+        for part in path.parent.glob(f".{path.name}.{self.writer}.*.part"):
+            part.unlink(missing_ok=True)
