@@ -246,7 +246,8 @@ class Gang:
             "OMP_NUM_THREADS": str(max(1, len(self.config.cores) // self.processes)),
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
-            WRITER: meeting.name or self._writer,
+            # A rank of an earlier start may live on and write.
+            WRITER: meeting.name or f"{self._writer}.{self.incarnation}",
         }
         if self._devices:
             environment["CUDA_VISIBLE_DEVICES"] = self._devices

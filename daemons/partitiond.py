@@ -29,6 +29,7 @@ from plexrl_slurm.core.policy import find_policy
 from plexrl_slurm.core.states import JobState
 from plexrl_slurm.daemons.accounting import Accounting
 from plexrl_slurm.daemons.agents import AgentHub
+from plexrl_slurm.daemons.damaged_images import DamagedImages
 from plexrl_slurm.daemons.hold_hygiene import refuse_others
 from plexrl_slurm.daemons.holds import HoldKeeper
 from plexrl_slurm.daemons.intake import Intake
@@ -145,7 +146,8 @@ class Daemon:
             prior=SwitchCosts(),
             hold_us=config.hold_us,
             image_every=config.image_every,
-            durable_every=config.hold.durable_every if config.backend == "slurm" else None,
+            durable_every=config.hold.durable_every if config.durable else None,
+            spare_images=True,
         )
         shell = Shell(core, spool=spool, books=books, max_part_tokens=config.max_part_tokens)
         poll_us = config.slurm.poll_us if config.slurm is not None else LOCAL_POLL_US
@@ -177,6 +179,7 @@ class Daemon:
             after_commit=writer.after_commit,
             address_of=NodeAddresses(port, backend=config.backend),
         )
+        hub.on_left = DamagedImages(parts).met
         parts.hub = shell.orders = hub
         mover = Mover(parts, service, recovery)
         shell.on_drained = mover.wpg_drained

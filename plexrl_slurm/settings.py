@@ -164,6 +164,11 @@ class Settings:
         return self.state_dir / "local"
 
     @property
+    def durable(self) -> bool:
+        """Whether images of training deployments are copied to the durable tier."""
+        return self.backend == "slurm" or self.hold.durable
+
+    @property
     def durable_dir(self) -> Path:
         """Where images lie that outlive the nodes; seen by all of them."""
         return self.state_dir / "durable"

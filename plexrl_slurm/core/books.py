@@ -25,6 +25,8 @@ class Books:
     costs: SwitchCosts
     #: Optimizer steps between two durable images; ``None``: a host image is enough.
     durable_every: int | None = None
+    #: Calls are kept until the durable image before the newest has them.
+    spare_images: bool = False
     estimates: Estimates = field(default_factory=Estimates)
     lanes: dict[WpgId, Lane] = field(default_factory=dict)
     #: Where each deployment lives.

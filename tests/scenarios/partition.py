@@ -98,6 +98,7 @@ class Partition:
         train: Mapping[str, Any] | None = None,
         rollout: Mapping[str, Any] | None = None,
         settings: Mapping[str, Any] | None = None,
+        hold: Mapping[str, Any] | None = None,
         engines: tuple[str, str] = ("fake_train", "fake_sample"),
         train_gpus: int = 1,
         train_nodes: int = 1,
@@ -111,7 +112,8 @@ class Partition:
         self.host.mkdir(mode=0o700)
         self.config = folder / "plexrl.toml"
         self.config.write_text(
-            _toml(self, train or {}, rollout or {}, settings or {}, model), encoding="utf-8"
+            _toml(self, train or {}, rollout or {}, settings or {}, hold or {}, model),
+            encoding="utf-8",
         )
         self.site = read_site(self.config)
         self.slurm = LocalSlurm(self.site.jobs_dir)
@@ -227,10 +229,11 @@ def _toml(
     train: Mapping[str, Any],
     rollout: Mapping[str, Any],
     settings: Mapping[str, Any],
+    hold: Mapping[str, Any],
     model: Path,
 ) -> str:
     values = {"host_bytes": "1GiB", **settings}
-    extra = "\n".join(f"{key} = {json.dumps(value)}" for key, value in values.items())
+    extra = _lines(values)
     return f"""
 [partition]
 name = "test"
@@ -242,6 +245,7 @@ listen = "127.0.0.1:0"
 
 [hold]
 backend = "local"
+{_lines(hold)}
 
 [[wpg]]
 pool = "train"
@@ -261,6 +265,10 @@ path = "{model}"
 dtype = "float32"
 max_context_length = 256
 """
+
+
+def _lines(values: Mapping[str, Any]) -> str:
+    return "\n".join(f"{key} = {json.dumps(value)}" for key, value in values.items())
 
 
 def _inline(value: Any) -> str:
