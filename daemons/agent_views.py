@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from plexrl_slurm.daemons.layout import Place
+from plexrl_slurm.transport import messages as tm
 
 
 @dataclass(slots=True)
@@ -34,3 +35,5 @@ class AgentView:
     welcome: bool = False
     #: It was declared lost, or its hold is given back: nothing it says counts any more.
     refused: bool = False
+    #: Its images, as it said last.
+    stock: tm.Stock | None = None

@@ -55,6 +55,8 @@ class Agent:
         self._still.set()
         self._number = 0
         self._unacknowledged: dict[int, tm.Done | tm.WpgChanged] = {}
+        #: What the daemon was told last of the images here.
+        self._said: tm.Stock | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
         #: The hold is given back, and the host tier with it.
@@ -137,7 +139,7 @@ class Agent:
                 case _ if command.epoch < self._daemon_epoch:
                     say(log, "old_daemon_ignored", epoch=command.epoch)
                 case tm.Welcome():
-                    self._daemon_epoch = command.epoch
+                    self._daemon_epoch, self._said = command.epoch, None
                     self._welcome(command)
                 case tm.SwitchOrder():
                     self._begin(command, self._orders.switch(command))
@@ -156,6 +158,8 @@ class Agent:
                 case tm.PersistOrder():
                     by = self._parts if command.share else self._orders
                     self._spawn(by.persist(command))
+                case tm.EvictOrder():
+                    self._spawn(self._orders.evict(command))
                 case tm.PrepareOrder() | tm.StartOrder() | tm.SettleOrder():
                     if (rest := self._parts.work(command)) is not None:
                         self._spawn(rest)
@@ -309,7 +313,11 @@ class Agent:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(BEAT_S)
-            await self._link.send(tm.Beat(agent=self._config.agent, epoch=self._epoch))
+            stock = self._tier.stock()
+            news = stock if stock != self._said else None
+            self._said = stock
+            beat = tm.Beat(agent=self._config.agent, epoch=self._epoch, stock=news)
+            await self._link.send(beat)
 
     # -- ranks -------------------------------------------------------------------------------
     async def _send_rank(self, identity: bytes, data: bytes) -> None:

@@ -1,5 +1,6 @@
 """The daemon's view of its agents: who is there, what they have, and orders to them."""
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import asdict
@@ -8,13 +9,24 @@ import msgspec
 
 from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.ids import CallId, CauseId, DeploymentId, WpgId
-from plexrl_slurm.core.messages import Call, Persist, Run, SaveImage, Switch, WpgDown, WpgUp
+from plexrl_slurm.core.messages import (
+    Call,
+    ImagesLeft,
+    Persist,
+    Run,
+    SaveImage,
+    Switch,
+    WpgDown,
+    WpgUp,
+)
 from plexrl_slurm.daemons.agent_views import AgentView, WpgView
 from plexrl_slurm.daemons.gang_hub import GangHub
 from plexrl_slurm.daemons.gang_orders import GangOrders
 from plexrl_slurm.daemons.gang_view import Gang
+from plexrl_slurm.daemons.image_stories import ImageStories
 from plexrl_slurm.daemons.layout import HeldWpg, Place
-from plexrl_slurm.daemons.shell import Durable, Shell, Weights
+from plexrl_slurm.daemons.orders import Durable, Weights
+from plexrl_slurm.daemons.shell import Shell
 from plexrl_slurm.logs import say
 from plexrl_slurm.settings import Settings
 from plexrl_slurm.transport import messages as tm
@@ -27,7 +39,7 @@ NEVER = 4
 
 
 class AgentHub:
-    """Implements ``shell.Orders``."""
+    """Implements ``orders.Orders``."""
 
     def __init__(
         self,
@@ -49,6 +61,14 @@ class AgentHub:
         self.wpgs: dict[str, WpgView] = {}
         self._server, self._shell, self._epoch, self._settings = server, shell, epoch, settings
         self._recover, self._persisted, self._after_commit = recover, persisted, after_commit
+        #: Called with the report of a switch or a persist that met damaged images, or found none,
+        #: and its node.
+        self.on_left: Callable[[tm.Done, str], None] = lambda _done, _node: None
+        #: Called with a node and what failed there.
+        self.on_fault: Callable[[str, str], None] = lambda _node, _reason: None
+        #: Orders whose reports somebody waits for.
+        self._asked: dict[str, asyncio.Future[tm.Done]] = {}
+        self.stories = ImageStories()
         self._orders = 0
         #: Where agents are expected, and what they are to run.
         self._places: dict[Place, tuple[HeldWpg, ...]] = {}
@@ -65,7 +85,7 @@ class AgentHub:
             post=self._post,
             after_commit=after_commit,
             persist_ended=lambda name, progress: self._persist_ended(name, progress, ok=False),
-            order_id=self._order_id,
+            order_id=self.order_id,
         )
         #: WPGs that lie on several nodes.
         self.gangs = GangHub(
@@ -278,7 +298,20 @@ class AgentHub:
         )
         await self.gangs.welcomed(address)
 
+    def ask(
+        self, address: bytes, order: tm.PersistOrder | tm.EvictOrder
+    ) -> "asyncio.Future[tm.Done]":
+        """Its report, which nobody else hears."""
+        self._asked[order.id] = asyncio.get_running_loop().create_future()
+        self._post(address, order)
+        return self._asked[order.id]
+
     def _heard(self, address: bytes, report: tm.Report) -> None:
+        if isinstance(report, tm.Done) and (asked := self._asked.pop(report.order, None)):
+            self._acknowledge(address, report.number)
+            if not asked.done():
+                asked.set_result(report)
+            return
         match report:
             case tm.WpgChanged():
                 self.gangs.changed(address, report)
@@ -304,15 +337,31 @@ class AgentHub:
                     say(log, "switch_failed", wpg=report.wpg, reason=report.error)
                     if (view := self.wpgs.get(report.wpg)) is not None:
                         view.reason = report.error
+                left = self._left(report)
+                damaged = "; ".join(report.left.damaged) if report.left is not None else ""
                 self._shell.switch_ended(
                     WpgId(report.wpg),
                     ok=report.ok,
                     moved_bytes=report.moved_bytes,
-                    error=report.error,
+                    error=report.error or damaged,
+                    left=left,
                 )
                 self._acknowledge(address, report.number)
+            case tm.Beat(stock=tm.Stock() as stock):
+                agent = self.agents[address]
+                agent.stock = stock
+                self.stories.heard(agent.place.node, stock)
             case tm.Hello() | tm.Beat() | tm.PartReady():
                 pass
+
+    def _left(self, report: tm.Done) -> ImagesLeft | None:
+        """What an agent says of images that are not what the core believes."""
+        if report.left is None:
+            return None
+        view = self.wpgs.get(report.wpg)
+        if report.left.damaged or report.left.image is None:
+            self.on_left(report, view.node if view is not None else "")
+        return ImagesLeft(image=report.left.image, durable=report.left.durable)
 
     def _changed(self, address: bytes, report: tm.WpgChanged) -> None:
         view = self.wpgs.get(report.name)
@@ -359,11 +408,18 @@ class AgentHub:
             self._after_commit(lambda: after(done.deployment, done.progress, ok=True))
         else:
             say(log, "persist_failed", deployment=done.deployment, reason=done.error)
-            self._persist_ended(done.deployment, asked, ok=False)
+            self._persist_ended(done.deployment, asked, ok=False, left=self._left(done))
 
-    def _persist_ended(self, deployment: str, progress: tuple[int, int], *, ok: bool) -> None:
+    def _persist_ended(
+        self,
+        deployment: str,
+        progress: tuple[int, int],
+        *,
+        ok: bool,
+        left: ImagesLeft | None = None,
+    ) -> None:
         if self._persisting.pop(deployment, None) is not None:
-            self._shell.persisted(DeploymentId(deployment), progress, ok=ok)
+            self._shell.persisted(DeploymentId(deployment), progress, ok=ok, left=left)
 
     def _acknowledge(self, address: bytes, number: int) -> None:
         self._after_commit(lambda: self._post(address, tm.Ack(number=number)))
@@ -378,7 +434,7 @@ class AgentHub:
             view.agent,
             tm.SwitchOrder(
                 epoch=self._epoch,
-                id=self._order_id(),
+                id=self.order_id(),
                 wpg=step.wpg,
                 incarnation=view.incarnation,
                 incoming=step.incoming,
@@ -400,7 +456,7 @@ class AgentHub:
             view.agent,
             tm.SaveOrder(
                 epoch=self._epoch,
-                id=self._order_id(),
+                id=self.order_id(),
                 wpg=step.wpg,
                 incarnation=view.incarnation,
                 deployment=step.deployment,
@@ -425,7 +481,7 @@ class AgentHub:
             view.agent,
             tm.PersistOrder(
                 epoch=self._epoch,
-                id=self._order_id(),
+                id=self.order_id(),
                 wpg=step.wpg,
                 deployment=step.deployment,
                 folder=str(self._settings.durable_dir),
@@ -437,7 +493,7 @@ class AgentHub:
         view, gang = self.wpgs[step.wpg], self.gangs.get(step.wpg)
         order = tm.RunOrder(
             epoch=self._epoch,
-            id=self._order_id(),
+            id=self.order_id(),
             wpg=step.wpg,
             incarnation=view.incarnation if gang is None else gang.incarnation,
             call=step.call,
@@ -467,6 +523,8 @@ class AgentHub:
         """Tell every agent to delete what nobody needs any more."""
         order = tm.DropOrder(epoch=self._epoch, deployments=deployments, snapshots=snapshots)
         self.gangs.drop(deployments)
+        for deployment in deployments:
+            self.stories.forget(deployment)
         for address in self.agents:
             self._post(address, order)
 
@@ -482,7 +540,8 @@ class AgentHub:
             if self._persisting.get(deployment, (b"",))[0] in addresses:
                 del self._persisting[deployment]  # the core has forgotten it with the move
 
-    def _order_id(self) -> str:
+    def order_id(self) -> str:
+        """Of the next order."""
         self._orders += 1
         return f"{self._epoch}.{self._orders}"
 

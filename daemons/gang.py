@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from plexrl_slurm.clock import now_us
+from plexrl_slurm.daemons import left_behind
 from plexrl_slurm.engines import ranklink
 from plexrl_slurm.engines.base import TRAIN_ENGINES
 from plexrl_slurm.logs import say
@@ -82,6 +83,8 @@ class Gang:
         self._specs, self._writer, self._devices = specs, writer, devices
         self._send, self._changed = send, changed
         self._processes: list[asyncio.subprocess.Process] = []
+        #: Shared memory that must not outlive them.
+        self._shared: set[str] = set()
         self._up: set[int] = set()
         self._open: dict[str, _Open] = {}
         self._reason = ""
@@ -150,6 +153,7 @@ class Gang:
                 self._up.add(rank)
                 if len(self._up) == self.processes:
                     self.state = "up"
+                    self._note_shared()
                     self._changed(self, "")
             case ranklink.Fatal(reason=reason):
                 self._reason = f"rank {rank}: {reason}"
@@ -242,7 +246,8 @@ class Gang:
             "OMP_NUM_THREADS": str(max(1, len(self.config.cores) // self.processes)),
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
-            WRITER: meeting.name or self._writer,
+            # A rank of an earlier start may live on and write.
+            WRITER: meeting.name or f"{self._writer}.{self.incarnation}",
         }
         if self._devices:
             environment["CUDA_VISIBLE_DEVICES"] = self._devices
@@ -303,9 +308,15 @@ class Gang:
                 os.killpg(process.pid, signal.SIGKILL)
 
     async def _kill(self) -> None:
+        self._note_shared()
         self._signal_all()
         for process in self._processes:
             await process.wait()
+        left_behind.remove(self._shared)
+        self._shared.clear()
+
+    def _note_shared(self) -> None:
+        self._shared |= left_behind.mapped_by(process.pid for process in self._processes)
 
     def _identity(self, rank: int) -> bytes:
         return f"{self.config.name}/{rank}/{self.incarnation}".encode()

@@ -15,7 +15,8 @@ from plexrl_slurm.core.ids import CallId
 from plexrl_slurm.core.messages import Persist, SaveImage, Switch
 from plexrl_slurm.daemons.gang_facts import Position
 from plexrl_slurm.daemons.gang_view import Asked, Gang, Part
-from plexrl_slurm.daemons.shell import Durable, Shell
+from plexrl_slurm.daemons.orders import Durable
+from plexrl_slurm.daemons.shell import Shell
 from plexrl_slurm.logs import say
 from plexrl_slurm.transport import messages as tm
 

@@ -102,6 +102,7 @@ class HeldWpgs:
         self.slots = wpg_slots(parts.settings)
         #: Of nodes, oldest first.
         self.faults: list[Fault] = []
+        hub.on_fault = self.note_fault
         self._parts, self._hub, self._mover, self._settings = parts, hub, mover, parts.settings
 
     def is_whole(self, hold: LiveHold) -> bool:

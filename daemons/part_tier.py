@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 
 from plexrl_slurm.core.errors import BadImage
+from plexrl_slurm.daemons.fallback import Found
 from plexrl_slurm.daemons.host_tier import HostTier
 from plexrl_slurm.memory import durable, shares
 from plexrl_slurm.memory.images import Held, ImageStore
@@ -60,10 +61,11 @@ class PartTier(HostTier):
             if self._nvme is not None:
                 self._nvme.drop(wpg, deployment)
 
-    async def fetch(self, order: tm.SwitchOrder) -> Held | None:
+    async def fetch(self, order: tm.SwitchOrder) -> Found:
         if order.image is None:
             return await super().fetch(order)
-        return await self._at(order.wpg, order.incoming, order.image)
+        held = await self._at(order.wpg, order.incoming, order.image)
+        return Found(held=held, durable=None, damaged=())
 
     async def fetch_part(self, order: tm.FetchOrder) -> Held:
         """This node's share of just this image, from the durable tier if it is not here.
@@ -76,7 +78,7 @@ class PartTier(HostTier):
             await self._read_durable(
                 order.wpg,
                 order.deployment,
-                order.durable_path,
+                Path(order.durable_path),
                 first=store.ranks.start,
                 world=store.whole,
             )
@@ -140,7 +142,7 @@ class PartTier(HostTier):
     async def _at(self, wpg: str, deployment: str, progress: tuple[int, int]) -> Held | None:
         held = self._part(wpg).find_at(deployment, progress)
         if held is None:
-            held = await self._newest(wpg, deployment)
+            held = await self._bring(wpg, deployment)
         return held if held is not None and held.progress == progress else None
 
 

@@ -76,6 +76,8 @@ class HoldSettings:
     agent_timeout_us: int = 15_000_000
     #: Optimizer steps between two durable images, where nodes can be lost.
     durable_every: int = 5
+    #: ``durable_every`` is written in the file: there are durable images, also without Slurm.
+    durable: bool = False
     components: tuple[ComponentSettings, ...] = ()
 
 
@@ -105,7 +107,8 @@ def read_hold(report: Report, data: Mapping[str, Any]) -> HoldSettings:
         for index, each in enumerate(array(report, data, "component"))
         if (component := _component(report, f"hold.component[{index}]", each)) is not None
     )
-    hold = HoldSettings(**table.values, components=components)
+    durable = "durable_every" in table.values
+    hold = HoldSettings(**table.values, components=components, durable=durable)
     _check_hold(report, hold)
     return hold
 

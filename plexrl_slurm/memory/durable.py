@@ -160,6 +160,26 @@ def keep_newest(durable: Path, deployment: str, progress: tuple[int, int]) -> No
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def folders_of(home: Path) -> list[Path]:
+    """Images of a deployment, the newest first; ``home``: see :func:`home_of`."""
+    return sorted(home.glob("[0-9]*"), reverse=True)
+
+
+def progress_of(folder: Path) -> tuple[int, int]:
+    """The progress of the image in a folder, which its name says."""
+    seq, _, part = folder.name.partition(".")
+    return int(seq), int(part)
+
+
+def set_aside(folder: Path) -> None:
+    """A damaged image gets a name under which nobody looks for one; it goes with its deployment."""
+    aside = folder.with_name(f"damaged-{folder.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    if folder.exists():
+        folder.rename(aside)
+        sync_folder(folder.parent)
+
+
 def drop_images(durable: Path, deployment: str) -> None:
     """Delete all images of a deployment."""
     shutil.rmtree(home_of(durable, deployment), ignore_errors=True)

@@ -87,11 +87,35 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     restarts: int = 0
 
 
+class StockImage(msgspec.Struct, frozen=True):
+    """A complete image in one tier of a node."""
+
+    wpg: str
+    deployment: str
+    #: ``host`` or ``nvme``.
+    tier: str
+    progress: tuple[int, int]
+    bytes: int
+    #: It was switched in or out; 0: not since the agent's start.
+    last_use_us: int
+
+
+class Stock(msgspec.Struct, frozen=True):
+    """What the tiers of a node hold."""
+
+    images: list[StockImage]
+    #: Bytes of all copies on NVMe, and of those that are being written; its budget, or ``None``.
+    nvme_used: int = 0
+    nvme_limit: int | None = None
+
+
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
     """The agent lives."""
 
     agent: str
     epoch: int
+    #: If it is another than it said last.
+    stock: Stock | None = None
 
 
 class WpgChanged(msgspec.Struct, frozen=True, tag="wpg"):
@@ -106,16 +130,27 @@ class WpgChanged(msgspec.Struct, frozen=True, tag="wpg"):
     at_us: int
 
 
+class ImagesLeft(msgspec.Struct, frozen=True):
+    """See ``core.messages.ImagesLeft``."""
+
+    image: tuple[int, int] | None
+    durable: tuple[int, int] | None
+    #: What is wrong with newer ones, a sentence each.
+    damaged: list[str]
+
+
 class Done(msgspec.Struct, frozen=True, tag="done"):
     """An order ended."""
 
     number: int
     wpg: str
     order: str
-    #: ``run``, ``switch``, ``save`` or ``persist``; of a part: ``fetch`` and ``share``, too.
+    #: ``run``, ``switch``, ``save``, ``persist`` or ``evict``; of a part: ``fetch`` and ``share``,
+    #: too.
     what: str
     ok: bool
-    #: Of a persist: the deployment, and the progress that is durable now.
+    #: Of a persist: the deployment, and the progress that is durable now. Of a switch: the
+    #: incoming deployment.
     deployment: str = ""
     progress: tuple[int, int] = (0, 0)
     call: str = ""
@@ -126,6 +161,8 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     moved_bytes: int = 0
     started_us: int = 0
     ended_us: int = 0
+    #: Of a training switch: what there is of the incoming. Of a persist that has no image to copy.
+    left: ImagesLeft | None = None
 
 
 class PartReady(msgspec.Struct, frozen=True, tag="ready"):
@@ -215,6 +252,19 @@ class PersistOrder(msgspec.Struct, frozen=True, tag="persist"):
     image: tuple[int, int] | None = None
     share: str = ""
     shares: list[bytes] = []
+
+
+class EvictOrder(msgspec.Struct, frozen=True, tag="evict"):
+    """An image leaves host memory, as another complete copy of it exists or can be made."""
+
+    epoch: int
+    id: str
+    wpg: str
+    deployment: str
+    #: ``nvme`` or ``durable``.
+    to: str
+    #: Progress of its newest durable image, if it is to be left to that.
+    durable: tuple[int, int] | None = None
 
 
 class RunOrder(msgspec.Struct, frozen=True, tag="run"):
@@ -315,6 +365,7 @@ Command: TypeAlias = (
     | SwitchOrder
     | SaveOrder
     | PersistOrder
+    | EvictOrder
     | RunOrder
     | AbortOrder
     | DropOrder

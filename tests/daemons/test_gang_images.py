@@ -8,7 +8,7 @@ import pytest
 from plexrl_slurm.core.ids import CauseId, DeploymentId
 from plexrl_slurm.core.messages import Activity, Persist, Switch
 from plexrl_slurm.daemons import gang_orders
-from plexrl_slurm.daemons.shell import Durable
+from plexrl_slurm.daemons.orders import Durable
 from plexrl_slurm.transport import messages as tm
 from tests.daemons.gang_bench import (
     IMAGE,

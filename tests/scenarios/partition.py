@@ -18,6 +18,7 @@ from plexrl_slurm.cli.client import Client
 from plexrl_slurm.core.ids import SlurmId
 from plexrl_slurm.db.engine import open_database, transaction
 from plexrl_slurm.db.ledger import Flaw, gaps
+from plexrl_slurm.journal import replay
 from plexrl_slurm.settings import read_site
 from plexrl_slurm.slurm.local import LocalSlurm
 from plexrl_slurm.slurm.port import BatchJob
@@ -40,7 +41,10 @@ def wait_until(what: Callable[[], Any], *, seconds: float = 60.0, name: str = "i
 class Job:
     """A job whose controller is the test itself; its Slurm job only sleeps."""
 
-    def __init__(self, partition: "Partition", *, seed: int, models: list[str]) -> None:
+    def __init__(
+        self, partition: "Partition", *, seed: int, models: list[str], seconds: int = 600
+    ) -> None:
+        """``seconds``: how long its Slurm job sleeps."""
         self.partition = partition
         with partition.client() as client:
             row = client.submit(
@@ -60,7 +64,7 @@ class Job:
             self.slurm_id = partition.slurm.submit(
                 BatchJob(
                     name="job",
-                    script="#!/bin/sh\nexec sleep 600\n",
+                    script=f"#!/bin/sh\nexec sleep {seconds}\n",
                     workdir=partition.folder,
                     environment={"PATH": os.environ["PATH"]},
                 ),
@@ -94,6 +98,7 @@ class Partition:
         train: Mapping[str, Any] | None = None,
         rollout: Mapping[str, Any] | None = None,
         settings: Mapping[str, Any] | None = None,
+        hold: Mapping[str, Any] | None = None,
         engines: tuple[str, str] = ("fake_train", "fake_sample"),
         train_gpus: int = 1,
         train_nodes: int = 1,
@@ -107,7 +112,8 @@ class Partition:
         self.host.mkdir(mode=0o700)
         self.config = folder / "plexrl.toml"
         self.config.write_text(
-            _toml(self, train or {}, rollout or {}, settings or {}, model), encoding="utf-8"
+            _toml(self, train or {}, rollout or {}, settings or {}, hold or {}, model),
+            encoding="utf-8",
         )
         self.site = read_site(self.config)
         self.slurm = LocalSlurm(self.site.jobs_dir)
@@ -223,10 +229,11 @@ def _toml(
     train: Mapping[str, Any],
     rollout: Mapping[str, Any],
     settings: Mapping[str, Any],
+    hold: Mapping[str, Any],
     model: Path,
 ) -> str:
     values = {"host_bytes": "1GiB", **settings}
-    extra = "\n".join(f"{key} = {json.dumps(value)}" for key, value in values.items())
+    extra = _lines(values)
     return f"""
 [partition]
 name = "test"
@@ -238,6 +245,7 @@ listen = "127.0.0.1:0"
 
 [hold]
 backend = "local"
+{_lines(hold)}
 
 [[wpg]]
 pool = "train"
@@ -259,6 +267,10 @@ max_context_length = 256
 """
 
 
+def _lines(values: Mapping[str, Any]) -> str:
+    return "\n".join(f"{key} = {json.dumps(value)}" for key, value in values.items())
+
+
 def _inline(value: Any) -> str:
     if isinstance(value, Mapping):
         inside = ", ".join(f"{key} = {_inline(each)}" for key, each in value.items())
@@ -277,3 +289,8 @@ def running(folder: Path, *, seconds: float = 60.0, **options: Any) -> Iterator[
         yield partition
     finally:
         partition.close()
+    # Whatever a test did to it: what the daemons decided is decided again.
+    journals = sorted((partition.folder / "state" / "journal").glob("*.jsonl"))
+    assert journals
+    for journal in journals:
+        assert list(replay(journal))
