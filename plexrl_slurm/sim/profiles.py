@@ -1,4 +1,4 @@
-"""What the partition believes of a job's steps: a guess, its like's history, its own first steps."""
+"""What the partition believes of a job: a guess, its like's history, its own first steps."""
 
 import numpy as np
 
