@@ -39,7 +39,7 @@ class EvictCalls(ImportCalls):
         view = hub.wpgs.get(live.wpg) if hub is not None else None
         if hub is not None and view is not None and hub.gangs.get(live.wpg) is not None:
             raise BadInput(
-                f"{live.id}: WPG {live.wpg} lies on nodes {view.node}, and their agents decide what "
+                f"{live.id}: WPG {live.wpg} lies on nodes {view.node}, and the agents decide what "
                 f"leaves the memory of several nodes: give them an nvme_dir, or more host_bytes"
             )
         if hub is None or view is None or not view.agent:
