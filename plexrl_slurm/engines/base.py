@@ -35,6 +35,12 @@ class RankSpec:
     cores: tuple[int, ...] = ()
     #: Name under which this process answers its agent: ``wpg/rank/incarnation``.
     identity: str = ""
+    #: First rank of the gang on this node.
+    first: int = 0
+    #: The node on which the store listens.
+    master_address: str = "127.0.0.1"
+    #: Of this incarnation of a gang on several nodes: ranks of another one have another.
+    meeting: str = ""
 
 
 class TrainEngine(Protocol):
@@ -62,6 +68,20 @@ class TrainEngine(Protocol):
         """Make ``deployment`` resident from the slab at ``path``; returns the bytes moved.
 
         Raises ``BadImage`` for a slab that is torn, another's, or of another layout.
+        """
+
+    def swap_images(
+        self,
+        save: Path,
+        load: Path,
+        *,
+        outgoing: str,
+        progress: tuple[int, int],
+        incoming: str,
+    ) -> int:
+        """:meth:`save_image` of the resident ``outgoing``, then :meth:`load_image`, as one move.
+
+        Raises what they raise; the slab at ``save`` need not be complete then.
         """
 
     def forward_backward(self, body: wire.ForwardBackward) -> wire.TrainOutput:

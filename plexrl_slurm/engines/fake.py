@@ -5,9 +5,9 @@ histories that should end equal do, and two that should not do not. Wrong use, w
 engine would answer with a crash or garbage, is an ``AssertionError`` here.
 
 ``options`` of both: ``delay_us`` (a mapping of method names to microseconds), ``crash_on`` (a
-list of ``{"kind": method, "count": n}``: the process ends with code 9 at the n-th such call)
-and ``crash_marker`` (a file that keeps it from happening twice; the crash makes it). With
-``clock`` a training call's metrics say when the rank began and ended it, for benchmarks.
+list of ``{"kind": method, "count": n}``, with ``"rank"`` for one rank only: the process ends with
+code 9 at the n-th such call) and ``crash_marker`` (a file that keeps it from happening twice; the
+crash makes it). With ``clock`` a training call's metrics say when the rank began and ended it.
 With ``image_bytes`` an image has so many bytes more, so that a tier can be too small for it.
 """
 
@@ -72,9 +72,13 @@ def fake_memory(spec: RankSpec, *, awake: bool) -> DeviceMemory:
 class Faults:
     """The delays and crashes that ``options`` ask for."""
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
+    def __init__(self, options: Mapping[str, Any], *, rank: int = 0) -> None:
         self._delays = dict(options.get("delay_us", {}))
-        self._crashes = {(crash["kind"], crash["count"]) for crash in options.get("crash_on", ())}
+        self._crashes = {
+            (crash["kind"], crash["count"])
+            for crash in options.get("crash_on", ())
+            if crash.get("rank", rank) == rank
+        }
         self._marker = str(options.get("crash_marker", ""))
         self._calls: Counter[str] = Counter()
 
@@ -100,7 +104,7 @@ class FakeTrainEngine:
 
     def __init__(self, spec: RankSpec) -> None:
         self._spec = spec
-        self._faults = Faults(spec.options)
+        self._faults = Faults(spec.options, rank=spec.rank)
         self._deployment: str | None = None
         self._state: FakeState | None = None
         self._awake = True
@@ -140,6 +144,12 @@ class FakeTrainEngine:
         self._state = msgspec.msgpack.decode(data, type=FakeState)
         self._deployment = deployment
         return len(data)
+
+    def swap_images(
+        self, save: Path, load: Path, *, outgoing: str, progress: tuple[int, int], incoming: str
+    ) -> int:
+        moved = self.save_image(save, deployment=outgoing, progress=progress)
+        return moved + self.load_image(load, deployment=incoming)
 
     def forward_backward(self, body: wire.ForwardBackward) -> wire.TrainOutput:
         kind = "forward" if body.forward_only else "forward_backward"

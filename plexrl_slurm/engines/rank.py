@@ -95,15 +95,16 @@ class TrainRank:
         engine = self._engine
         match operation:
             case ranklink.Load():
-                moved = 0
-                if operation.outgoing:
-                    moved += engine.save_image(
-                        Path(operation.save_path),
-                        deployment=operation.outgoing,
-                        progress=operation.progress,
-                    )
-                moved += engine.load_image(Path(operation.load_path), deployment=operation.incoming)
-                return moved, b""
+                load, incoming = Path(operation.load_path), operation.incoming
+                if not operation.outgoing:
+                    return engine.load_image(load, deployment=incoming), b""
+                return engine.swap_images(
+                    Path(operation.save_path),
+                    load,
+                    outgoing=operation.outgoing,
+                    progress=operation.progress,
+                    incoming=incoming,
+                ), b""
             case ranklink.Save():
                 return engine.save_image(
                     Path(operation.path),

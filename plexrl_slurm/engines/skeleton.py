@@ -14,7 +14,7 @@ import ctypes
 import io
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -53,17 +53,6 @@ _BUCKET_ELEMENTS: Final = 1 << 24
 def dtype_name(tensor: Tensor) -> str:
     """``float32``, ``bfloat16``, …"""
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def copy_bytes(to: Tensor, source: Tensor) -> int:
-    """Copy between contiguous tensors of one dtype and size; returns the bytes."""
-    size: int = source.numel() * source.element_size()
-    if to.device.type == source.device.type == "cpu":
-        # memcpy streams past the cache, which copy_ does not.
-        ctypes.memmove(to.data_ptr(), source.data_ptr(), size)
-    else:
-        to.reshape(-1).view(torch.uint8).copy_(source.reshape(-1).view(torch.uint8))
-    return size
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -112,7 +101,9 @@ class Skeleton:
         for master in self._buffers.masters:
             # What AdamW would make in its first step, so that images can be copied into it.
             self._inner.state[master] = {
-                "step": 0 if layout.offload_optimizer else torch.zeros((), dtype=torch.float32),
+                "step": 0
+                if layout.offload_optimizer
+                else torch.zeros((), dtype=torch.float32, device=master.device),
                 "exp_avg": torch.zeros_like(master.detach()),
                 "exp_avg_sq": torch.zeros_like(master.detach()),
             }
@@ -192,25 +183,30 @@ class Skeleton:
     def prepare(
         self, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
     ) -> dict[str, Tensor]:
-        """Where the tensors of an image with this table belong; moments it lacks are zeroed.
+        """Where the tensors of an image with this table belong; :meth:`settle` comes after them.
 
         Whatever gradients were there are forgotten. Raises ``KeyError`` for a foreign name.
         """
-        places = {**self.weights(), **self.masters()}
-        if any(name in tensors for name in self.moments()):
-            places |= self.moments()
-        else:
-            self.reset_moments()
+        places = {**self.weights(), **self.masters(), **self.moments()}
         self._buffers.forget_gradients()
         grads = {name: shape for name, shape in tensors.items() if name.startswith("grad.")}
         for name, (dtype, shape) in grads.items():
             places[name] = self._buffers.place(name, partial(self._slot, name, dtype, shape))
         return {name: places[name] for name in tensors}
 
-    def _slot(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    def _slot(
+        self, name: str, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
+    ) -> Tensor:
         if name not in self._slots:
-            self._slots[name] = torch.empty(shape, dtype=dtype)
+            self._slots[name] = torch.empty(shape, dtype=dtype, device=device)
         return self._slots[name]
+
+    def settle(self, tensors: Collection[str], counters: Mapping[str, int]) -> None:
+        """All tensors of an image are in place: moments that it lacks are zero."""
+        if not any(name in tensors for name in self.moments()):
+            self.reset_moments()
+        self.set_counters(counters)
+        self.refresh()
 
     def reset_moments(self) -> None:
         """Zero moments and step, as before the first optimizer step."""
