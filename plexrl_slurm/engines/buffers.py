@@ -234,4 +234,6 @@ class ShardedWeights:
 
     def all(self) -> Iterable[Tensor]:
         masters = [master.detach() for master in self.masters]
-        return [*self.weights(), *masters, self._zero.grad_partitions_flat_buffer]
+        # Where gradients wait to be reduced; nothing is in it between two calls.
+        waiting = [bucket.buffer for bucket in self._zero.ipg_buckets.values()]
+        return [*self.weights(), *masters, self._zero.grad_partitions_flat_buffer, *waiting]

@@ -8,7 +8,6 @@ finite is found before its backward pass; what earlier micro-batches of the call
 with zero gradients would still move the weights by AdamW's momentum.
 """
 
-import gc
 import hashlib
 import math
 import os
@@ -25,9 +24,10 @@ from plexrl_slurm import wire
 from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import BadImage, BadInput, StepSkipped, StorageFull
 from plexrl_slurm.core.zero import layout_of
-from plexrl_slurm.engines import batching, jit, losses
+from plexrl_slurm.engines import batching, jit, losses, meeting
 from plexrl_slurm.engines.base import RankSpec
 from plexrl_slurm.engines.checkpoints import Gang, export, load, save
+from plexrl_slurm.engines.device_memory import DeviceMemory, on_gpu
 from plexrl_slurm.engines.gpus import check_torch
 from plexrl_slurm.engines.movers import Mover, Piece
 from plexrl_slurm.engines.skeleton import Skeleton, bytes_of, dtype_name, quiet
@@ -51,7 +51,11 @@ class DeepSpeedEngine:
         check_torch()
         _join(spec)
         self._gang = Gang(rank=spec.rank, world=spec.world)
+        #: By architecture; at most one is awake.
+        self._skeletons: dict[str, Skeleton] = {}
+        #: The one that is awake, and the one that was last.
         self._skeleton: Skeleton | None = None
+        self._last: Skeleton | None = None
         self._deployment = ""
         self._model: ModelSpec | None = None
         self._slabs: dict[Path, Slab] = {}
@@ -69,10 +73,10 @@ class DeepSpeedEngine:
             known = ", ".join(sorted(self._spec.models))
             raise BadInput(f"unknown model {body.base_model!r}; this WPG knows {known}")
         torch.manual_seed(body.seed)
-        before = self._skeleton
+        there = model.architecture in self._skeletons
         skeleton = self._skeleton_for(model)
         self._deployment, self._model = "", None  # nobody's, until all is in place
-        if skeleton is before:
+        if there:
             skeleton.reset(model)  # a new one has the base weights already
         self._deployment, self._model = deployment, model
         return wire.Created(parameters=skeleton.parameters)
@@ -196,14 +200,36 @@ class DeepSpeedEngine:
         return self._slabs.setdefault(path, Slab(path))
 
     def _skeleton_for(self, model: ModelSpec) -> Skeleton:
-        if self._skeleton is None or self._skeleton.architecture != model.architecture:
-            if self._skeleton is not None:
-                self._skeleton.release()
-            self._skeleton = None
-            gc.collect()  # DeepSpeed's engine is full of cycles
-            self._deployment, self._model = "", None
-            self._skeleton = Skeleton(model, layout=self._zero)
-        return self._skeleton
+        """The skeleton of its architecture, awake; another's gives its memory back first."""
+        skeleton = self._skeletons.get(model.architecture)
+        if skeleton is None or skeleton is not self._skeleton:
+            self._put_to_sleep()
+            if skeleton is None:
+                skeleton = Skeleton(model, layout=self._zero)
+                self._skeletons[model.architecture] = skeleton
+            skeleton.wake()
+            self._skeleton = skeleton
+        return skeleton
+
+    def _put_to_sleep(self) -> None:
+        self._deployment, self._model = "", None
+        if self._skeleton is not None:
+            self._skeleton.sleep()
+            self._last, self._skeleton = self._skeleton, None
+
+    def sleep(self) -> DeviceMemory:
+        self._put_to_sleep()
+        return self.memory()
+
+    def wake(self) -> DeviceMemory:
+        if self._skeleton is None and self._last is not None:
+            self._last.wake()
+            self._skeleton = self._last
+        return self.memory()
+
+    def memory(self) -> DeviceMemory:
+        held = sum(skeleton.bytes for skeleton in self._skeletons.values())
+        return on_gpu() or DeviceMemory(used=held)
 
     def _resident(self, deployment: str | None = None) -> tuple[Skeleton, ModelSpec]:
         if self._skeleton is None or self._model is None:
@@ -373,9 +399,9 @@ def _join(spec: RankSpec) -> None:
         return
     os.environ.update(
         RANK=str(spec.rank),
-        LOCAL_RANK=str(spec.rank),
+        LOCAL_RANK=str(spec.rank - spec.first),
         WORLD_SIZE=str(spec.world),
-        MASTER_ADDR="127.0.0.1",
+        MASTER_ADDR=spec.master_address,
         MASTER_PORT=str(spec.master_port),
         HF_HUB_OFFLINE="1",
     )
@@ -385,6 +411,8 @@ def _join(spec: RankSpec) -> None:
     with quiet():
         import deepspeed
 
+        if spec.meeting:  # DeepSpeed takes the group that is there
+            meeting.join(spec, timeout=_TIMEOUT)
         deepspeed.init_distributed("gloo", timeout=_TIMEOUT, verbose=False)
 
 

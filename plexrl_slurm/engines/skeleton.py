@@ -26,6 +26,7 @@ from torch import Tensor
 from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import BadInput
 from plexrl_slurm.core.zero import ZeroLayout
+from plexrl_slurm.engines import storages
 from plexrl_slurm.engines.batching import MicroBatch
 from plexrl_slurm.engines.buffers import Buffers, ShardedWeights, WholeWeights
 from plexrl_slurm.engines.policy import Policy
@@ -110,6 +111,8 @@ class Skeleton:
         self.open = False
         #: Where gradients of a loaded open step live.
         self._slots: dict[str, Tensor] = {}
+        #: Its memory, while it sleeps.
+        self._released: storages.Released | None = None
         self._fresh = self.counters()
 
     # -- the state ---------------------------------------------------------------------------
@@ -240,15 +243,28 @@ class Skeleton:
         """
         return list(self._buffers.named())
 
-    def release(self) -> None:
-        """Give the memory back; the skeleton cannot be used any more.
+    @property
+    def bytes(self) -> int:
+        """What its tensors take on this rank."""
+        return storages.bytes_of(self._tensors())
 
-        DeepSpeed's hooks keep an engine alive that nobody holds, so its storages go first.
-        """
+    def sleep(self) -> None:
+        """Give the memory back; what was in it is gone, until :meth:`wake` and a new content."""
+        if self._released is None:
+            self._released = storages.Released(self._tensors())
+            self._slots.clear()
+            self._buffers.forget_gradients()
+            self.open = False
+
+    def wake(self) -> None:
+        """Take the memory again, for :meth:`reset` or :meth:`prepare` to fill."""
+        if self._released is not None:
+            self._released.take()
+            self._released = None
+
+    def _tensors(self) -> list[Tensor]:
         state = {**self.moments(), **self.gradients()}
-        for tensor in (*self._buffers.all(), *state.values(), *self._slots.values()):
-            tensor.untyped_storage().resize_(0)
-        self._engine.destroy()
+        return [*self._buffers.all(), *state.values(), *self._slots.values()]
 
     # -- computing ---------------------------------------------------------------------------
 

@@ -116,6 +116,10 @@ class ImageStore:
                 file.seek(0)
                 file.write(unmarked(prelude))
 
+    def forget(self, deployment: str) -> None:
+        """Its slab turned out to be damaged, and is free."""
+        self._held.pop(deployment, None)
+
     def _taken(self) -> set[int]:
         return {held.slot for held in self._held.values()} | self._writing | self._pinned.keys()
 
