@@ -16,14 +16,15 @@ from plexrl_slurm.budgets import check_budgets, check_host, check_nvme, not_writ
 from plexrl_slurm.core import zero
 from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import BadConfig, BadInput
-from plexrl_slurm.model_folder import DTYPES, read_model_folder
-from plexrl_slurm.slurm_settings import HoldSettings, check_shapes, read_hold
+from plexrl_slurm.model_folder import DTYPES, read_model_folder, tensor_parallel_problem
+from plexrl_slurm.slurm_settings import HoldSettings, Shape, check_shapes, read_hold
 from plexrl_slurm.tomlcheck import (
     Report,
     Table,
     array,
     as_bytes,
     as_count,
+    as_count_or_none,
     as_name,
     as_switch,
     as_text,
@@ -63,6 +64,7 @@ ENGINE_OPTIONS: Final[Mapping[str, Mapping[str, Callable[[object], object]]]] = 
         "prefix_caching": as_switch,
         "block_size": as_count,
         "max_slots": as_count,
+        "max_asleep": as_count_or_none,
         "model": as_name,
         "start_timeout_s": as_count,
         "answer_timeout_s": as_count,
@@ -80,16 +82,24 @@ class WpgSettings:
     pool: str
     #: ``deepspeed``, ``vllm``, ``fake_train`` or ``fake_sample``.
     engine: str
-    #: GPUs of each; on a CPU-only machine, what counts as so many.
+    #: GPUs of each, on all its nodes; on a CPU-only machine, what counts as so many.
     gpus: int = 1
+    #: Nodes of one component that each lies on, with an equal share of its GPUs on each.
+    nodes: int = 1
     count: int = 1
-    #: CPU cores for each WPG in turn: ``[[0], [1]]``; empty: anywhere.
+    #: CPU cores (of each of its nodes) for each WPG in turn: ``[[0], [1]]``; empty: anywhere.
     cores: tuple[tuple[int, ...], ...] = ()
     #: Engine options: deepspeed ``zero_stage`` (1, 2 or 3), ``offload_optimizer`` and
     #: ``offload_param`` (``none`` or ``cpu``), ``max_tokens_per_microbatch``; vllm
-    #: ``kv_cache_bytes``, ``max_num_seqs``, ``prefix_caching``, ``block_size``; every engine
+    #: ``kv_cache_bytes``, ``max_num_seqs``, ``prefix_caching``, ``block_size``, ``max_slots`` and
+    #: ``max_asleep`` (engines awake and asleep, one per architecture); every engine
     #: ``device_bytes``: what residents may take on all GPUs of a WPG together.
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def gpus_per_node(self) -> int:
+        """On each of its nodes."""
+        return self.gpus // self.nodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,8 +123,8 @@ class Settings:
     #: TCP address of the API, for controllers.
     listen_host: str = "127.0.0.1"
     listen_port: int = 8421
-    #: ``hrrs``, ``fifo``, ``drain_first`` or ``round_robin``.
-    policy: str = "hrrs"
+    #: A name of ``core.policy.POLICIES``.
+    policy: str = "atc_h"
     #: Longest anticipatory hold.
     hold_us: int = 2_000_000
     #: Optimizer steps between two host images of a deployment that is never switched out.
@@ -152,6 +162,11 @@ class Settings:
     def jobs_dir(self) -> Path:
         """Where the local Slurm adapter keeps its jobs."""
         return self.state_dir / "local"
+
+    @property
+    def durable(self) -> bool:
+        """Whether images of training deployments are copied to the durable tier."""
+        return self.backend == "slurm" or self.hold.durable
 
     @property
     def durable_dir(self) -> Path:
@@ -214,8 +229,12 @@ def check(path: Path) -> Findings:
         if (model := _model(report, f"model[{index}]", table, folder)) is not None
     ]
     _check_pools(report, wpgs, complete=len(wpgs) == len(wpg_tables))
-    check_shapes(report, hold, [(wpg.pool, wpg.gpus, wpg.count) for wpg in wpgs])
+    shapes = [Shape(pool=w.pool, gpus=w.gpus_per_node, nodes=w.nodes) for w in wpgs]
+    check_shapes(
+        report, hold, [s for s, w in zip(shapes, wpgs, strict=True) for _ in range(w.count)]
+    )
     _check_models(report, models, wpgs)
+    _check_tensor_parallel(report, [model for _, model in models], wpgs)
     local = hold.backend == "local"
     check_budgets(report, values, models)
     check_nvme(report, values, here=local)
@@ -244,6 +263,7 @@ def _wpg(report: Report, key: str, data: Mapping[str, Any]) -> WpgSettings | Non
     table.take("pool", one_of("pool", ("train", "rollout")))
     table.take("engine", one_of("engine", tuple(ENGINE_POOLS)))
     table.take("gpus", as_count, required=False)
+    table.take("nodes", as_count, required=False)
     table.take("count", as_count, required=False)
     table.take("cores", _cores, required=False)
     options = Table(report, f"{key}.options", mapping(report, data, "options", at=key))
@@ -272,6 +292,19 @@ def _wpg(report: Report, key: str, data: Mapping[str, Any]) -> WpgSettings | Non
             f"{key}.cores",
             f"it lists cores for {len(cores)} WPGs and count is {count}: "
             f"give one inner list for each WPG, or leave cores out",
+        )
+    gpus, nodes = table.values.get("gpus", 1), table.values.get("nodes", 1)
+    if gpus % nodes:
+        report.bad(
+            f"{key}.nodes",
+            f"{gpus} GPU(s) cannot be shared out over {nodes} nodes, and each node of a WPG has as "
+            f"many ranks as the others: make gpus a multiple of nodes",
+        )
+    if pool == "rollout" and nodes > 1:
+        report.bad(
+            f"{key}.nodes",
+            "a rollout WPG lies on one node, because its engine is one process with workers of its "
+            "own there: leave nodes out, and raise count for more of them",
         )
     if not {"pool", "engine"} <= table.values.keys():
         return None
@@ -353,6 +386,23 @@ def _check_models(
                 )
     if not models and not report.has("model"):
         report.bad("model", "the catalogue is empty: add a [[model]] table with name and path")
+
+
+def _check_tensor_parallel(
+    report: Report, models: Sequence[ModelSpec], wpgs: Sequence[WpgSettings]
+) -> None:
+    """Any job may come to any WPG, so each of vLLM's must be able to hold every model."""
+    for index, wpg in enumerate(wpgs):
+        if wpg.engine != "vllm":
+            continue
+        for model in models:
+            reason = tensor_parallel_problem(Path(model.path), wpg.gpus)
+            if reason is not None:
+                report.bad(
+                    f"wpg[{index}].gpus",
+                    f"vLLM cannot divide model {model.name} among {wpg.gpus} GPUs: {reason}; "
+                    f"choose another number, or take the model out",
+                )
 
 
 def _check_places(report: Report, values: Mapping[str, Any]) -> None:

@@ -21,6 +21,7 @@ from plexrl_slurm.cli.demo_screen import Screen
 from plexrl_slurm.cli.submit import Request, Submitted, environment_for, slurm_of, submit, wrapped
 from plexrl_slurm.core.errors import BadInput
 from plexrl_slurm.settings import Site
+from plexrl_slurm.whereabouts import POLICIES
 
 _CONFIG = """# Written by `plexrl demo`; made new each time.
 [partition]
@@ -92,8 +93,8 @@ class Plan:
 @click.option("--tool-seconds", type=click.FloatRange(0), help="Instead of --tool-multiple.")
 @click.option("--seed", type=int, default=1, show_default=True)
 @click.option(
-    "--policy", default="hrrs", show_default=True,
-    type=click.Choice(["hrrs", "fifo", "drain_first", "round_robin"]),
+    "--policy", default="atc_h", show_default=True,
+    type=click.Choice(POLICIES),
 )  # fmt: skip
 @click.option(
     "--host-memory", type=click.Choice(["ample", "small"]), default="ample", show_default=True,
