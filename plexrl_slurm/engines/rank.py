@@ -13,7 +13,10 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, assert_never
 
 import zmq
@@ -32,6 +35,7 @@ from plexrl_slurm.engines.base import (
     make_sample_engine,
     make_train_engine,
 )
+from plexrl_slurm.model_fingerprint import check_config
 
 log = logging.getLogger(__name__)
 
@@ -52,11 +56,34 @@ def die_with_parent() -> None:
         sys.exit(1)
 
 
+def without_changed(spec: RankSpec) -> tuple[RankSpec, dict[str, str]]:
+    """The spec without models whose folders are not what the daemon read; why, by name.
+
+    Raises ``BadInput`` if none is left.
+    """
+    changed: dict[str, str] = {}
+    for name, model in spec.models.items():
+        try:
+            check_config(model)
+        except BadInput as problem:
+            changed[name] = str(problem)
+    if changed and len(changed) == len(spec.models):
+        raise BadInput("; ".join(changed.values()))
+    kept = {name: model for name, model in spec.models.items() if name not in changed}
+    return replace(spec, models=kept), changed
+
+
 class TrainRank:
     """Blocking loop around a training engine."""
 
-    def __init__(self, engine: TrainEngine, link: "zmq.Socket[bytes]") -> None:
-        self._engine, self._link = engine, link
+    def __init__(
+        self,
+        engine: TrainEngine,
+        link: "zmq.Socket[bytes]",
+        changed: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """``changed``: models that the engine was not told of, and why."""
+        self._engine, self._link, self._changed = engine, link, changed
 
     def run(self) -> None:
         """Until told to stop. A failure that is not the input's fault ends the process."""
@@ -97,7 +124,14 @@ class TrainRank:
                         deployment=operation.outgoing,
                         progress=operation.progress,
                     )
-                moved += engine.load_image(Path(operation.load_path), deployment=operation.incoming)
+                try:
+                    path = Path(operation.load_path)
+                    moved += engine.load_image(path, deployment=operation.incoming)
+                except BadImage as problem:
+                    if not self._changed:
+                        raise
+                    why = "; ".join(self._changed.values())
+                    raise BadImage(problem.path, f"{problem.reason} ({why})") from problem
                 return moved, b""
             case ranklink.Save():
                 return engine.save_image(
@@ -116,6 +150,8 @@ class TrainRank:
         engine, body = self._engine, wire.decode_body(call.body)
         match body:
             case wire.Create():
+                if (why := self._changed.get(body.base_model)) is not None:
+                    raise BadInput(why)
                 created = engine.create(call.deployment, body)
                 if body.load_path:
                     engine.load_state(wire.LoadState(body.load_path, body.load_uri, body.optimizer))
@@ -219,9 +255,10 @@ def run_train(spec: RankSpec) -> int:
     link.setsockopt(zmq.IDENTITY, spec.identity.encode())
     link.connect(spec.agent)
     try:
+        spec, changed = without_changed(spec)
         engine = make_train_engine(spec)
         link.send(ranklink.encode(ranklink.Up(pid=os.getpid())))
-        TrainRank(engine, link).run()
+        TrainRank(engine, link, changed).run()
     except Exception as problem:
         traceback.print_exc()
         _say_fatal(link, problem)
@@ -239,8 +276,8 @@ async def run_sample(spec: RankSpec) -> int:
     link.setsockopt(zmq.LINGER, 1000)
     link.setsockopt(zmq.IDENTITY, spec.identity.encode())
     link.connect(spec.agent)
-    engine = make_sample_engine(spec)
     try:
+        engine = make_sample_engine(without_changed(spec)[0])
         await engine.start()
         await link.send(ranklink.encode(ranklink.Up(pid=os.getpid())))
         why = await SampleRank(engine, link).run()
