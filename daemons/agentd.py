@@ -241,6 +241,7 @@ class Agent:
                 self._tier.store(config.name, config.world)
             gang.start()
         self._tier.keep_only(deployments=welcome.deployments, snapshots=welcome.snapshots)
+        self._tier.forget_idle(self._orders.gangs)
 
     def _lacks_gpus(self, config: tm.WpgConfig) -> None:
         """A WPG that cannot be started here."""

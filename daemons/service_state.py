@@ -158,6 +158,10 @@ class StateCalls(SubmissionCalls):
         self.shell.durable[name] = Durable(progress=done.progress, path=str(folder), spare=known)
         self.books.persisted(name, done.progress, str(folder))
 
+    def tier_troubles(self) -> list[tuple[str, tm.Stock]]:
+        """Nodes whose tiers are not as they are configured."""
+        return [(node, stock) for node, stock in self._stocks().items() if stock.trouble]
+
     # -- images ------------------------------------------------------------------------------
     async def _images(self, job: JobId | None) -> list[dict[str, Any]]:
         """Images of living deployments and snapshots, of one job or of all."""
