@@ -76,7 +76,10 @@ class Orders:
             self._tidy()
         if gang.trains:
             self._took_effect(order, ok=all(answer.ok for answer in answers))
-        await self._report(self._done(order.id, order.wpg, "run", answers, order.call, order.part))
+        done = self._done(order.id, order.wpg, "run", answers, order.call, order.part)
+        if gang.config.number:  # the node of rank 0 tells it
+            done = msgspec.structs.replace(done, result=b"")
+        await self._report(done)
 
     def _took_effect(self, order: tm.RunOrder, *, ok: bool) -> None:
         """Note how far the device's state is; a failed call is passed without an effect."""

@@ -1,4 +1,4 @@
-"""What the daemon knows of an agent, and of a WPG by its agent."""
+"""Agents and their WPGs, as the daemon last heard of them."""
 
 from dataclasses import dataclass, field
 

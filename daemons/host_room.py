@@ -87,6 +87,7 @@ class HostRoom:
             raise BadImage(str(copy.folder), f"cannot be read ({error.strerror})") from error
         else:
             store.commit(slot, deployment=deployment, progress=copy.progress)
+            say(log, "image_came_back", wpg=wpg, deployment=deployment, bytes=copy.bytes)
         finally:
             self.ended(wpg, slot)
             store.abandon(slot)

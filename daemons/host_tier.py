@@ -161,8 +161,10 @@ class HostTier:
         store = self._stores[order.wpg]
         found = await self.fetch(order)
         held = found.held
+        # Of an image that lies on several nodes none can say what there is of it.
+        left = found.left if order.image is None else None
         if held is None:
-            return Passage(wpg=order.wpg, held=None, slot=None, loads=[], saves=[], left=found.left)
+            return Passage(wpg=order.wpg, held=None, slot=None, loads=[], saves=[], left=left)
         store.pin(held.slot)
         self._used_us[order.wpg, order.incoming] = now_us()
         if self._room is not None:
@@ -179,7 +181,7 @@ class HostTier:
             slot=slot,
             loads=store.paths(held.slot),
             saves=saves,
-            left=found.left,
+            left=left,
         )
 
     async def begin_save(self, order: tm.SaveOrder) -> Passage:
@@ -267,27 +269,30 @@ class HostTier:
 
     async def _load(self, wpg: str, deployment: str, image: Kept) -> Held:
         """Out of the durable tier. Raises ``BadImage`` and ``StorageFull``."""
-        store = self._stores[wpg]
+        await self._read_durable(wpg, deployment, image.folder)
+        held = self._stores[wpg].find(deployment)
+        assert held is not None  # for the type checker: it was just committed
+        return held
+
+    async def _read_durable(self, wpg: str, deployment: str, folder: Path, **share: int) -> None:
+        """``share``: of this node, as ``durable.read_image`` takes it."""
         slot = await self._begin(wpg, deployment)
         try:
             try:
                 manifest = await asyncio.to_thread(
-                    durable.read_image, image.folder, store.paths(slot)
+                    durable.read_image, folder, self._stores[wpg].paths(slot), **share
                 )
             except StorageFull:
                 raise
             except OSError as error:
                 why = f"cannot be read ({error.strerror})"
-                raise BadImage(str(image.folder), why) from error
+                raise BadImage(str(folder), why) from error
             if manifest.deployment != deployment:
-                raise BadImage(str(image.folder), f"is of deployment {manifest.deployment}")
+                raise BadImage(str(folder), f"is of deployment {manifest.deployment}")
         except BaseException:
             self._finish(wpg, slot, deployment, (0, 0), ok=False)
             raise
         self._finish(wpg, slot, deployment, manifest.progress, ok=True)
-        held = store.find(deployment)
-        assert held is not None  # for the type checker: it was just committed
-        return held
 
     async def persist(self, order: tm.PersistOrder) -> Found:
         """Copy the newest image to the durable tier; older ones than the daemon knows of go.
@@ -443,6 +448,8 @@ class HostTier:
     def drop_again(self, *, quiet: bool) -> None:
         """What was under way when it was dropped may have been written since; ``quiet``: nothing
         is under way now."""
+        if not self._dropped:
+            return
         for deployment in {image.deployment for image in self.images()} & self._dropped:
             self._drop_image(deployment)
         if quiet and not self._publishing:

@@ -36,6 +36,8 @@ IRRELEVANT: Final = frozenset(
     }
 )
 _TOKENIZERS: Final = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
+#: vLLM rounds the rows of an embedding up to a multiple of this.
+_VOCABULARY_PADDING: Final = 64
 #: A safetensors header is never longer; the format's own limit.
 _LONGEST_HEADER: Final = 100_000_000
 
@@ -82,6 +84,31 @@ def read_model_folder(folder: Path, *, dtype: str | None = None) -> ModelFolder:
         parameters=_count(tensors, tied=bool(config.get("tie_word_embeddings"))),
         architecture=hashlib.sha256(text.encode()).hexdigest()[:16],
     )
+
+
+def tensor_parallel_problem(folder: Path, gpus: int) -> str | None:
+    """Why vLLM cannot deal this model's tensors to ``gpus`` workers; ``None`` if it can."""
+    config = config_of(folder)
+    heads = config.get("num_attention_heads")
+    shared = config.get("num_key_value_heads") or heads
+    for value, what in (
+        (heads, "attention heads (num_attention_heads)"),
+        (config.get("intermediate_size"), "columns in its MLP (intermediate_size)"),
+        (config.get("moe_intermediate_size"), "columns in an expert (moe_intermediate_size)"),
+    ):
+        if type(value) is int and value % gpus:
+            return f"it has {value} {what}, which {gpus} does not divide"
+    # Fewer of them than workers are repeated.
+    if type(shared) is int and shared % gpus and gpus % shared:
+        return (
+            f"it has {shared} key-value heads (num_key_value_heads), which {gpus} neither divides "
+            f"nor is a multiple of"
+        )
+    vocabulary = config.get("vocab_size")
+    rows = -(-vocabulary // _VOCABULARY_PADDING) * _VOCABULARY_PADDING if vocabulary else 0
+    if rows % gpus:
+        return f"vLLM pads its vocabulary to {rows} rows, which {gpus} does not divide"
+    return None
 
 
 def config_of(folder: Path) -> dict[str, Any]:

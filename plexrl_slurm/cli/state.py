@@ -13,6 +13,7 @@ from plexrl_slurm.cli import show
 from plexrl_slurm.cli.app import App, shared, waiting
 from plexrl_slurm.cli.client import Client
 from plexrl_slurm.cli.jobids import JobNumber, as_numbers, job_numbers
+from plexrl_slurm.cli.state_size import size
 from plexrl_slurm.core.errors import BadInput, NotFound
 
 #: A training deployment's id begins with that of its job.
@@ -26,6 +27,9 @@ _SAVED: Final = ("NAME", "KIND", "STEP", "BYTES", "SAVED", "URI")
 @click.group()
 def state() -> None:
     """Look at models that jobs train and have saved; verify, evict, export and import them."""
+
+
+state.add_command(size)
 
 
 @state.command("show")
