@@ -259,6 +259,7 @@ class Agent:
                 self._tier.store(config.name, config.world)
             gang.start()
         self._tier.keep_only(deployments=welcome.deployments, snapshots=welcome.snapshots)
+        self._tier.forget_idle(self._orders.gangs)
 
     def _gang(self, config: tm.WpgConfig, models: dict[str, dict[str, Any]], devices: str) -> Gang:
         make: Callable[..., Gang] = Gang
