@@ -12,8 +12,8 @@ from plexrl_slurm.core.errors import BadImage, StorageFull
 from plexrl_slurm.daemons.folders import locked, refuse_foreign
 from plexrl_slurm.daemons.host_room import HostRoom
 from plexrl_slurm.daemons.nvme_tier import NvmeTier
+from plexrl_slurm.daemons.snapshot_store import SnapshotStore
 from plexrl_slurm.memory import durable
-from plexrl_slurm.memory.files import part_name
 from plexrl_slurm.memory.images import Held, ImageStore
 from plexrl_slurm.transport import messages as tm
 
@@ -46,25 +46,23 @@ class HostTier:
         nvme: NvmeTier | None = None,
         host_bytes: int = 0,
     ) -> None:
-        """``snapshots``: a folder that all agents share, or ``None`` for one of its own;
-        ``writer`` names the agent in what it writes to the durable tier; with ``nvme``, images
-        that do not fit into ``host_bytes`` lie there."""
+        """``snapshots``: a folder that all agents share, for copies that outlive the node, or
+        ``None`` where there is one node; ``writer`` names the agent in what it writes to the
+        durable tier; with ``nvme``, images that do not fit into ``host_bytes`` lie there."""
         self._host, self.writer = host, writer
         self._shared = snapshots is not None
-        self.snapshots = host / "snapshots" if snapshots is None else snapshots
+        self.snapshots = SnapshotStore(host, shared=snapshots, writer=writer)
         self._make()
         self._stores: dict[str, ImageStore] = {}
         #: Dropped while something was under way that may yet write them.
         self._dropped: set[str] = set()
-        #: Snapshots that are being written.
-        self._publishing: set[str] = set()
         #: Copies to the durable tier, by deployment.
         self._copying: dict[str, asyncio.Lock] = {}
         self._lock: int | None = None
         self._nvme = nvme
-        own_snapshots = None if self._shared else self.snapshots
+        folders = self.snapshots.folders
         self._room = (
-            HostRoom(self._stores, nvme, host=host, snapshots=own_snapshots, limit=host_bytes)
+            HostRoom(self._stores, nvme, host=host, snapshots=folders, limit=host_bytes)
             if nvme is not None
             else None
         )
@@ -76,9 +74,7 @@ class HostTier:
         """
         refuse_foreign(self._host, above=3 if self._shared else 1, setting="host_dir")
         self._lock = await locked(self._host, self._make)
-        if not self._shared:
-            for torn in self.snapshots.glob(".*.part"):
-                torn.unlink(missing_ok=True)
+        self.snapshots.own()
         if self._nvme is not None and self._room is not None:
             await self._nvme.own(self._owner())
             for wpg, store in self.all_stores().items():
@@ -95,8 +91,8 @@ class HostTier:
 
     def _make(self) -> None:
         """Again, if need be: another hold's agent may have taken them for left over."""
-        self.snapshots.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._host.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.snapshots.make()
 
     def clear(self) -> None:
         """The hold is given back."""
@@ -267,54 +263,34 @@ class HostTier:
             store.unpin(held.slot)
         return held
 
-    # -- snapshots ---------------------------------------------------------------------------
-    def snapshot(self, name: str) -> Path:
-        """File of a snapshot."""
-        return self.snapshots / f"{name}.safetensors"
-
-    def snapshot_names(self) -> list[str]:
-        """Of all that are here."""
-        return [path.stem for path in self.snapshots.glob("*.safetensors")]
-
-    def publishing(self, snapshot: str) -> None:
-        """It is being written from now on."""
-        self._publishing.add(snapshot)
-
-    def published(self, snapshot: str) -> None:
-        """It is written, or will not be."""
-        if snapshot in self._dropped:
-            self._delete_snapshot(snapshot)
-        self._publishing.discard(snapshot)
+    async def make_room(self, size: int) -> None:
+        """For a snapshot that comes from another node, as far as that can be made."""
+        if self._room is not None:
+            await self._room.make_room(size)
 
     # -- garbage -----------------------------------------------------------------------------
     def keep_only(self, *, deployments: Iterable[str], snapshots: Iterable[str]) -> None:
-        """Everything else is garbage. Of snapshots that all agents share it may be another's,
-        made since: they are the daemon's to delete."""
+        """Everything else is garbage."""
         for store in self.all_stores().values():
             store.keep_only(deployments)
         if self._nvme is not None:
             self._nvme.keep_only(deployments)
-        if self._shared:
-            return
-        wanted = set(snapshots)
-        for path in self.snapshots.glob("*.safetensors"):
-            if path.stem not in wanted:
-                path.unlink(missing_ok=True)
+        self.snapshots.keep_only(snapshots)
 
     def drop(self, order: tm.DropOrder) -> None:
         """Delete images and snapshots."""
-        self._dropped.update(order.deployments, order.snapshots)
+        self._dropped.update(order.deployments)
         for deployment in order.deployments:
             self._drop_image(deployment)
         for snapshot in order.snapshots:
-            self._delete_snapshot(snapshot)
+            self.snapshots.drop(snapshot)
 
     def drop_again(self, *, quiet: bool) -> None:
         """What was under way when it was dropped may have been written since; ``quiet``: nothing
         is under way now."""
         for deployment in {image.deployment for image in self.images()} & self._dropped:
             self._drop_image(deployment)
-        if quiet and not self._publishing:
+        if quiet:
             self._dropped.clear()
 
     def returns(self, deployment: str) -> None:
@@ -326,8 +302,3 @@ class HostTier:
             store.drop(deployment)
             if self._nvme is not None:
                 self._nvme.drop(wpg, deployment)
-
-    def _delete_snapshot(self, snapshot: str) -> None:
-        path = self.snapshot(snapshot)
-        path.unlink(missing_ok=True)
-        part_name(path, self.writer).unlink(missing_ok=True)

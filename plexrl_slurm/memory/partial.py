@@ -4,8 +4,10 @@ Beside it, while it is not complete, lie its bytes and a list of the chunks that
 their checksums; whoever opens it again goes on from there, also after a kill -9.
 """
 
+import fcntl
 import mmap
 import os
+import signal
 import struct
 from contextlib import suppress
 from pathlib import Path
@@ -139,3 +141,21 @@ def forget_partial(path: Path) -> None:
     """Delete what there is of a file that is not complete."""
     part_of(path).unlink(missing_ok=True)
     list_of(path).unlink(missing_ok=True)
+
+
+def nobody_has(path: Path) -> bool:
+    """Whether the file is there and no process has it open or mapped, as the kernel knows."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        # Whoever opens it just then has us told by a signal, which must be a harmless one.
+        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True

@@ -124,3 +124,11 @@ def fill(link: socket.socket, space: memoryview, *, or_end: bool = False) -> boo
             raise ConnectionError("the peer hung up")
         at += got
     return True
+
+
+def address_towards(endpoint: str) -> str:
+    """This node's own address on the way to ``tcp://host:port``; no packet is sent."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))
+        return str(probe.getsockname()[0])

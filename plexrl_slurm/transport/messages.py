@@ -49,6 +49,18 @@ class WpgHeld(msgspec.Struct, frozen=True):
     pids: list[int]
 
 
+class SnapshotSource(msgspec.Struct, frozen=True):
+    """An agent with published snapshots, and the ways to them."""
+
+    agent: str
+    #: Where it gives them to other agents; port 0: it cannot.
+    host: str
+    port: int
+    #: Where they lie, and the secret that lies there: whoever reads it is on the same node.
+    folder: str
+    token: str
+
+
 # ---- agent to daemon ----------------------------------------------------------------------
 
 
@@ -73,6 +85,10 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     component: int = 0
     #: How often Slurm had requeued the hold when the agent was started.
     restarts: int = 0
+    #: How others get the snapshots above.
+    source: SnapshotSource | None = None
+    #: Snapshots of other nodes that it has a copy of.
+    fetched: list[str] = []
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
@@ -116,7 +132,19 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     ended_us: int = 0
 
 
-Report: TypeAlias = Hello | Beat | WpgChanged | Done
+class SnapshotHere(msgspec.Struct, frozen=True, tag="snapshot"):
+    """A snapshot is complete in the agent's memory. Not numbered: a hello says it again."""
+
+    agent: str
+    epoch: int
+    snapshot: str
+    bytes: int
+    #: Agent that it was fetched from; "": it was published here, and is not safe yet.
+    origin: str = ""
+    took_us: int = 0
+
+
+Report: TypeAlias = Hello | Beat | WpgChanged | Done | SnapshotHere
 
 # ---- daemon to agent ----------------------------------------------------------------------
 
@@ -161,6 +189,9 @@ class SwitchOrder(msgspec.Struct, frozen=True, tag="switch"):
     #: Folder of the incoming's durable image, for an agent that has no image as new as this.
     durable_path: str = ""
     durable_progress: tuple[int, int] = (0, 0)
+    #: Of a snapshot in host memory: who has it, and its size (0: unknown).
+    sources: list[SnapshotSource] = []
+    snapshot_bytes: int = 0
 
 
 class SaveOrder(msgspec.Struct, frozen=True, tag="save"):
@@ -223,6 +254,23 @@ class DropOrder(msgspec.Struct, frozen=True, tag="drop"):
     snapshots: list[str]
 
 
+class FetchOrder(msgspec.Struct, frozen=True, tag="fetch"):
+    """Bring a snapshot to this node in the background: one of its WPGs will sample from it."""
+
+    epoch: int
+    snapshot: str
+    #: 0: unknown.
+    bytes: int
+    sources: list[SnapshotSource]
+
+
+class SafeOrder(msgspec.Struct, frozen=True, tag="safe"):
+    """Another node has the snapshot too: its publish may end."""
+
+    epoch: int
+    snapshot: str
+
+
 class StopOrder(msgspec.Struct, frozen=True, tag="stop"):
     """The hold is given back: end the ranks, delete the host tier, exit 0."""
 
@@ -241,6 +289,8 @@ Command: TypeAlias = (
     | RunOrder
     | AbortOrder
     | DropOrder
+    | FetchOrder
+    | SafeOrder
     | StopOrder
 )
 
