@@ -43,11 +43,12 @@ class SnapshotPlaces:
         """It was published there, and is to be brought to where it is sampled; or it has come."""
         if report.origin:
             self._fetched.setdefault(report.snapshot, set()).add(address)
-            self._say_safe(report.snapshot)
+            self._under_way.pop(report.snapshot, None)
         else:
             self._published.setdefault(report.snapshot, set()).add(address)
             self._under_way[report.snapshot] = report.bytes
             self._fetch(report.snapshot)
+        self._say_safe(report.snapshot)
 
     def gone(self, address: bytes) -> None:
         """Nothing can be had from this agent."""
@@ -65,8 +66,6 @@ class SnapshotPlaces:
     def _say_safe(self, name: str) -> None:
         """Tell whoever published it, once another node has it."""
         having = {self._nodes.get(each) for each in self._fetched.get(name, ())}
-        if having:
-            self._under_way.pop(name, None)
         for publisher in sorted(self._published.get(name, ())):
             if having - {self._nodes.get(publisher)}:
                 self._post(publisher, tm.SafeOrder(epoch=self._epoch, snapshot=name))

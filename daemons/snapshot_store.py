@@ -111,9 +111,10 @@ class SnapshotStore:
 
     def _sees(self, source: tm.SnapshotSource) -> bool:
         """Proved by its secret: nodes may have equal names, and folders equal paths."""
+        if not source.folder or not source.token:
+            return False
         try:
-            said = Path(source.folder).with_name(_TOKEN).read_text()
-            return bool(source.token) and said == source.token
+            return Path(source.folder).with_name(_TOKEN).read_text() == source.token
         except OSError:
             return False
 

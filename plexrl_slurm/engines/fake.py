@@ -50,7 +50,7 @@ class FakeState(msgspec.Struct, frozen=True, kw_only=True):
     step: int = 0
 
 
-class FakeSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+class FakeSnapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Published sampling weights."""
 
     base_model: str
