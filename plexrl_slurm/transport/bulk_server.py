@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import Final
 
@@ -22,6 +23,8 @@ log = logging.getLogger(__name__)
 _TRANSFERS: Final = 8
 #: Connections that have not proved anything yet; more are closed.
 _STRANGERS: Final = 32
+#: Files whose checksums are remembered.
+_REMEMBERED: Final = 4
 #: In which a stranger has to prove it.
 _PROOF_S: Final = 5.0
 
@@ -36,6 +39,8 @@ class BulkServer:
         self._accepting: asyncio.Task[None] | None = None
         self._greeting: set[asyncio.Task[None]] = set()
         self._open: set[socket.socket] = set()
+        #: By identity; the file that was asked for last is the last.
+        self._sums: dict[str, dict[int, int]] = {}
         self._threads = ThreadPoolExecutor(_TRANSFERS, thread_name_prefix="bulk")
 
     async def start(self, host: str) -> int:
@@ -128,34 +133,56 @@ class BulkServer:
         try:
             if path is None:
                 raise FileNotFoundError
-            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:
             bulk.send_frame(link, bulk.Offer(refusal=f"there is no {name} here"))
             return
-        try:
-            # Whatever takes its name meanwhile, this is the file that was offered.
-            found = os.fstat(file)
+        # Whatever takes its name meanwhile, this is the file that was offered.
+        with os.fdopen(descriptor, "rb", buffering=0) as file:
+            found = os.fstat(descriptor)
             identity = f"{found.st_dev}.{found.st_ino}.{found.st_mtime_ns}.{found.st_size}"
             offer = bulk.Offer(size=found.st_size, chunk=bulk.CHUNK, identity=identity)
             bulk.send_frame(link, offer)
-            count = -(-found.st_size // bulk.CHUNK)
-            piece = memoryview(bytearray(bulk.PIECE))
+            chunks = _Chunks(file, found.st_size, self._sums_of(identity))
             while (want := bulk.receive_frame(link, bulk.Want)) is not None:
                 for first, after in want.ranges:
-                    for index in range(max(0, first), min(after, count)):
-                        _send_chunk(link, file, index, found.st_size, piece)
-        finally:
-            os.close(file)
+                    for index in range(max(0, first), min(after, chunks.count)):
+                        chunks.send(link, index)
+
+    def _sums_of(self, identity: str) -> dict[int, int]:
+        """Checksums of a file's chunks, as far as they are known: several nodes may want it."""
+        sums = self._sums.pop(identity, {})
+        self._sums[identity] = sums
+        while len(self._sums) > _REMEMBERED:
+            self._sums.pop(next(iter(self._sums)), None)
+        return sums
 
 
-def _send_chunk(link: socket.socket, file: int, index: int, size: int, piece: memoryview) -> None:
-    """Never through a mapping: a file that somebody cuts short would end the process."""
-    at, end, crc = index * bulk.CHUNK, min((index + 1) * bulk.CHUNK, size), 0
-    while at < end:
-        got = os.preadv(file, [piece[: end - at]], at)
-        if not got:
-            raise ConnectionError(f"the file has shrunk to {at} bytes")
-        crc = crc32c(piece[:got], crc)
-        link.sendall(piece[:got])
-        at += got
-    link.sendall(bulk.TRAILER.pack(index, crc))
+class _Chunks:
+    """One file that is being given. Never through a mapping: a file that somebody cuts short
+    would end the process."""
+
+    def __init__(self, file: FileIO, size: int, sums: dict[int, int]) -> None:
+        self._file, self._size, self._sums = file, size, sums
+        self.count = -(-size // bulk.CHUNK)
+        self._piece = memoryview(bytearray(bulk.PIECE))
+
+    def send(self, link: socket.socket, index: int) -> None:
+        """The chunk, then its number and checksum."""
+        at, end = index * bulk.CHUNK, min((index + 1) * bulk.CHUNK, self._size)
+        crc = self._sums.get(index)
+        if crc is None:
+            crc = self._sums[index] = self._sum(at, end)
+        if link.sendfile(self._file, at, end - at) < end - at:
+            raise ConnectionError(f"the file has fewer than {self._size} bytes by now")
+        link.sendall(bulk.TRAILER.pack(index, crc))
+
+    def _sum(self, at: int, end: int) -> int:
+        crc = 0
+        while at < end:
+            got = os.preadv(self._file.fileno(), [self._piece[: end - at]], at)
+            if not got:
+                raise ConnectionError(f"the file has shrunk to {at} bytes")
+            crc = crc32c(self._piece[:got], crc)
+            at += got
+        return crc
