@@ -1,6 +1,7 @@
 """How fast do published weights get into a resident vLLM, from the same node and from another?
 
-    python benchmarks/state_weight_sync.py [--json] [--rounds N] [--size 100m|tiny] [--no-vllm]
+    python benchmarks/state_weight_sync.py [--json] [--rounds N] [--size 100m|tiny]
+        [--no-vllm] [--no-network]
 
 Same node: a snapshot is in the memory of the node that published it; the agent's part finds it,
 and the engine loads it through the worker extension and resets its prefix cache. Against vLLM's
@@ -261,7 +262,8 @@ async def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]
     nodes = Nodes(folder, weights)
     found = {}
     rounds = arguments.rounds
-    for name, fresh in (("another node", False), ("another node, fresh memory", True)):
+    kinds = (("another node", False), ("another node, fresh memory", True))
+    for name, fresh in () if arguments.no_network else kinds:
 
         async def fetch(fresh: bool = fresh) -> float:
             return await nodes.over_network(fresh=fresh)
@@ -285,6 +287,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--size", choices=("100m", "tiny"), default="100m")
     parser.add_argument("--no-vllm", action="store_true", help="only between nodes")
+    parser.add_argument("--no-network", action="store_true", help="only on one node")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="a tmpfs")
     arguments = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parents[1]))
