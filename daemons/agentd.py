@@ -6,13 +6,15 @@ script; exits 0 only when it is told that the hold is given back.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,9 @@ from plexrl_slurm.daemons.agent_config import AgentConfig, devices_of, visible_g
 from plexrl_slurm.daemons.agent_orders import Orders
 from plexrl_slurm.daemons.folders import tidy_siblings
 from plexrl_slurm.daemons.gang import Gang
-from plexrl_slurm.daemons.host_tier import HostTier
+from plexrl_slurm.daemons.gang_part import GangPart
+from plexrl_slurm.daemons.part_orders import PartOrders
+from plexrl_slurm.daemons.part_tier import PartTier
 from plexrl_slurm.daemons.snapshot_links import SnapshotLinks
 from plexrl_slurm.engines import ranklink
 from plexrl_slurm.logs import say
@@ -40,6 +44,8 @@ log = logging.getLogger(__name__)
 BEAT_S = 1.0
 #: How long an agent that ends with its node's memory may take to save snapshots of it.
 SETTLE_S = 5.0
+#: Longest wait for an image of a WPG on several nodes before a hello.
+STILL_S = 10.0
 
 
 class Agent:
@@ -54,6 +60,8 @@ class Agent:
         self._still.set()
         self._number = 0
         self._unacknowledged: dict[int, tm.Done | tm.WpgChanged] = {}
+        #: What the daemon was told last of the images here.
+        self._said: tm.Stock | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
         #: The hold is given back, and the host tier with it.
@@ -62,7 +70,7 @@ class Agent:
         #: GPUs that Slurm gave this node's agent; ``None``: it said nothing about GPUs.
         self._gpus = visible_gpus(os.environ)
         writer = f"{config.agent}.{self._epoch}"
-        self._tier = HostTier(
+        self._tier = PartTier(
             Path(config.host_dir),
             snapshots=config.snapshots,
             writer=writer,
@@ -82,6 +90,13 @@ class Agent:
             published=self._snapshot_here,
             number=self._next_number,
             tidy=self._tidy,
+        )
+        self._parts = PartOrders(
+            self._tier,
+            self._orders,
+            report=self._report,
+            send=lambda ready: self._link.send(ready),
+            number=self._next_number,
         )
         self._private = Path(tempfile.mkdtemp(prefix="plexrl-agent-"))
         self._context = zmq.asyncio.Context()
@@ -143,7 +158,7 @@ class Agent:
                 case _ if command.epoch < self._daemon_epoch:
                     say(log, "old_daemon_ignored", epoch=command.epoch)
                 case tm.Welcome():
-                    self._daemon_epoch = command.epoch
+                    self._daemon_epoch, self._said = command.epoch, None
                     self._welcome(command)
                 case tm.SwitchOrder() if self._orders.samples(command):
                     self._spawn(self._switch_when_here(command))
@@ -162,11 +177,20 @@ class Agent:
                         if (wpg, call) == (command.wpg, command.call):
                             await self._orders.gangs[wpg].abort(order)
                 case tm.PersistOrder():
-                    self._spawn(self._orders.persist(command))
-                case tm.FetchOrder():
+                    by = self._parts if command.share else self._orders
+                    self._spawn(by.persist(command))
+                case tm.BringOrder():
                     self._links.want(command.snapshot, command.bytes, command.sources)
                 case tm.SafeOrder():
                     self._tier.snapshots.is_elsewhere(command.snapshot)
+                case tm.EvictOrder():
+                    self._spawn(self._orders.evict(command))
+                case tm.PrepareOrder() | tm.StartOrder() | tm.SettleOrder():
+                    if (rest := self._parts.work(command)) is not None:
+                        self._spawn(rest)
+                case tm.FetchOrder():
+                    if (rest := self._parts.work(command)) is not None:
+                        self._move(rest)
                 case tm.DropOrder():
                     self._links.drop(command.snapshots)
                     self._tier.drop(command)
@@ -208,6 +232,9 @@ class Agent:
         if not self._orders.may_run(order):
             work.close()
             return
+        self._move(self._parts.moving(order.wpg, work))
+
+    def _move(self, work: Coroutine[Any, Any, None]) -> None:
         self._moving += 1
         self._still.clear()
         self._spawn(self._moved(work))
@@ -226,7 +253,10 @@ class Agent:
         self._tier.drop_again(quiet=self._moving == 0)
 
     async def _say_hello(self) -> None:
-        await self._still.wait()
+        # Ranks that wait for others, which may never come, must not keep the agent silent.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STILL_S if self._parts.busy() else None):
+                await self._still.wait()
         finished = [
             report
             for report in self._unacknowledged.values()
@@ -251,11 +281,11 @@ class Agent:
                 wpgs=[
                     tm.WpgHeld(
                         name=name,
-                        state=gang.state,
+                        state="moving" if name in self._parts.busy() else gang.state,
                         resident=self._orders.resident.get(name, ""),
                         progress=self._orders.progress.get(name, (0, 0)),
                         running=running[name],
-                        incarnation=gang.incarnation,
+                        incarnation=gang.newest,
                         pids=gang.pids,
                     )
                     for name, gang in self._orders.gangs.items()
@@ -277,23 +307,31 @@ class Agent:
             if devices is None:
                 self._lacks_gpus(config)
                 continue
-            gang = Gang(
-                config,
-                models=welcome.models,
-                endpoint=self._ranks_endpoint,
-                folder=Path(self._config.state_dir) / "ranks",
-                specs=self._private,
-                writer=self._tier.writer,
-                send=self._send_rank,
-                changed=self._gang_changed,
-                devices=devices,
-            )
+            gang = self._gang(config, welcome.models, devices)
             self._orders.gangs[config.name] = gang
-            if gang.trains:
+            if config.nodes > 1:
+                self._tier.part(config.name, world=config.world, ranks=config.ranks)
+            elif gang.trains:
                 self._tier.store(config.name, config.world)
             gang.start()
         self._links.keep_only(welcome.snapshots)
         self._tier.keep_only(deployments=welcome.deployments, snapshots=welcome.snapshots)
+
+    def _gang(self, config: tm.WpgConfig, models: dict[str, dict[str, Any]], devices: str) -> Gang:
+        make: Callable[..., Gang] = Gang
+        if config.nodes > 1:
+            make = partial(GangPart, ready=lambda p, n: self._spawn(self._parts.ready(p, n)))
+        return make(
+            config,
+            models=models,
+            endpoint=self._ranks_endpoint,
+            folder=Path(self._config.state_dir) / "ranks",
+            specs=self._private,
+            writer=self._tier.writer,
+            send=self._send_rank,
+            changed=self._gang_changed,
+            devices=devices,
+        )
 
     def _lacks_gpus(self, config: tm.WpgConfig) -> None:
         """A WPG that cannot be started here."""
@@ -332,7 +370,11 @@ class Agent:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(BEAT_S)
-            await self._link.send(tm.Beat(agent=self._config.agent, epoch=self._epoch))
+            stock = self._tier.stock()
+            news = stock if stock != self._said else None
+            self._said = stock
+            beat = tm.Beat(agent=self._config.agent, epoch=self._epoch, stock=news)
+            await self._link.send(beat)
 
     # -- ranks -------------------------------------------------------------------------------
     async def _send_rank(self, identity: bytes, data: bytes) -> None:

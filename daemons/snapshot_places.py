@@ -95,7 +95,7 @@ class SnapshotPlaces:
             return
         self._post(
             sampler,
-            tm.FetchOrder(
+            tm.BringOrder(
                 epoch=self._epoch, snapshot=name, bytes=self._under_way[name], sources=sources
             ),
         )

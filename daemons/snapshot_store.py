@@ -226,6 +226,8 @@ class SnapshotStore:
         path = self.path(name)
         path.unlink(missing_ok=True)
         part_name(path, self._writer).unlink(missing_ok=True)
+        for part in path.parent.glob(f".{path.name}.{self._writer}.*.part"):
+            part.unlink(missing_ok=True)
         fetched = self.fetched_path(name)
         forget_partial(fetched)
         if name not in self._read and not self.spare.exists() and nobody_has(fetched):

@@ -19,7 +19,7 @@ from plexrl_slurm.memory.files import publish_folder, storage_errors, sync_folde
 from plexrl_slurm.memory.slab import PRELUDE_BYTES, read_header, unmarked, used_bytes
 
 _CHUNK: Final = 8 << 20
-_MANIFEST: Final = "manifest.json"
+MANIFEST: Final = "manifest.json"
 
 
 class RankFile(msgspec.Struct, frozen=True):
@@ -65,26 +65,12 @@ def write_image(folder: Path, slabs: Sequence[Path], *, writer: str) -> Manifest
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True, mode=0o700)
     try:
-        files = []
-        for rank, slab in enumerate(slabs):
-            name, size = f"rank-{rank}.slab", used_bytes(slab)
-            with (
-                storage_errors(part, size),
-                slab.open("rb") as source,
-                (part / name).open("xb") as target,
-            ):
-                crc = 0
-                for chunk in _chunks(source, size):
-                    crc = zlib.crc32(chunk, crc)
-                    target.write(chunk)
-                target.flush()
-                os.fsync(target.fileno())
-            files.append(RankFile(name=name, bytes=size, crc32=crc))
+        files = [write_rank(part, slab, rank) for rank, slab in enumerate(slabs)]
         manifest = Manifest(
             deployment=header.deployment, progress=header.progress, files=tuple(files)
         )
-        write_bytes(part / _MANIFEST, msgspec.json.encode(manifest))
-        if not (folder / _MANIFEST).exists():
+        write_bytes(part / MANIFEST, msgspec.json.encode(manifest))
+        if not (folder / MANIFEST).exists():
             publish_folder(part, folder)
             sync_folder(folder.parent.parent)
         return manifest
@@ -92,29 +78,50 @@ def write_image(folder: Path, slabs: Sequence[Path], *, writer: str) -> Manifest
         shutil.rmtree(part, ignore_errors=True)
 
 
+def write_rank(part: Path, slab: Path, rank: int) -> RankFile:
+    """Copy one rank's complete slab into an image that is not finished."""
+    name, size = f"rank-{rank}.slab", used_bytes(slab)
+    with (
+        storage_errors(part, size),
+        slab.open("rb") as source,
+        (part / name).open("xb") as target,
+    ):
+        crc = 0
+        for chunk in _chunks(source, size):
+            crc = zlib.crc32(chunk, crc)
+            target.write(chunk)
+        target.flush()
+        os.fsync(target.fileno())
+    return RankFile(name=name, bytes=size, crc32=crc)
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Raises ``BadImage`` if there is no complete image."""
     try:
-        return msgspec.json.decode((folder / _MANIFEST).read_bytes(), type=Manifest)
+        return msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
     except OSError as error:
         raise BadImage(str(folder), f"cannot be read ({error.strerror})") from error
     except msgspec.DecodeError as error:
         raise BadImage(str(folder), f"has an unreadable manifest ({error})") from error
 
 
-def read_image(folder: Path, slabs: Sequence[Path]) -> Manifest:
+def read_image(
+    folder: Path, slabs: Sequence[Path], *, first: int = 0, world: int | None = None
+) -> Manifest:
     """Copy the image in ``folder`` into slabs, which are valid only once all is there and checked.
 
-    A slab that exists is overwritten in place: ranks keep their mapping of it.
+    A slab that exists is overwritten in place: ranks keep their mapping of it. ``first``: the rank
+    of the first slab, if another node has ranks, too; ``world``: of all.
     """
-    manifest = read_manifest(folder)
-    if len(manifest.files) != len(slabs):
+    manifest, ranks = read_manifest(folder), world or len(slabs)
+    if len(manifest.files) != ranks:
         raise BadImage(
             str(folder),
-            f"is of {len(manifest.files)} ranks, and {len(slabs)} are to load it",
+            f"is of {len(manifest.files)} ranks, and {ranks} are to load it",
         )
     preludes = []
-    for file, slab in zip(manifest.files, slabs, strict=True):
+    mine = manifest.files[first : first + len(slabs)]
+    for file, slab in zip(mine, slabs, strict=True):
         preludes.append(_read_slab(folder / file.name, file, slab))
     for prelude, slab in zip(preludes, slabs, strict=True):
         with slab.open("r+b") as target:
@@ -151,6 +158,26 @@ def keep_newest(durable: Path, deployment: str, progress: tuple[int, int]) -> No
     for folder in sorted(home_of(durable, deployment).glob("[0-9]*")):
         if folder.name < kept.name:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def folders_of(home: Path) -> list[Path]:
+    """Images of a deployment, the newest first; ``home``: see :func:`home_of`."""
+    return sorted(home.glob("[0-9]*"), reverse=True)
+
+
+def progress_of(folder: Path) -> tuple[int, int]:
+    """The progress of the image in a folder, which its name says."""
+    seq, _, part = folder.name.partition(".")
+    return int(seq), int(part)
+
+
+def set_aside(folder: Path) -> None:
+    """A damaged image gets a name under which nobody looks for one; it goes with its deployment."""
+    aside = folder.with_name(f"damaged-{folder.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    if folder.exists():
+        folder.rename(aside)
+        sync_folder(folder.parent)
 
 
 def drop_images(durable: Path, deployment: str) -> None:

@@ -81,7 +81,7 @@ def test_a_snapshot_that_is_dropped_while_it_is_written_is_not_left_half(
 ) -> None:
     tier = tier_in(tmp_path)
     path = tier.snapshots.path("s")
-    monkeypatch.setenv(WRITER, tier.writer)
+    monkeypatch.setenv(WRITER, f"{tier.writer}.3")  # of the gang's third start
     being_written = part_name(path)
     being_written.write_bytes(b"half")
     tier.drop(tm.DropOrder(epoch=1, deployments=[], snapshots=["s"]))

@@ -420,7 +420,7 @@ def test_a_fetch_is_ordered_as_soon_as_a_snapshot_is_published() -> None:
     hub.here("n1")
     ((where, order),) = hub.take()
     assert where == b"n2"
-    assert isinstance(order, tm.FetchOrder)
+    assert isinstance(order, tm.BringOrder)
     assert (order.snapshot, order.bytes) == ("s", 9)
     assert [source.agent for source in order.sources] == ["n1"]
 
@@ -460,7 +460,7 @@ def test_an_agent_that_is_back_is_asked_at_its_new_port() -> None:
     hub.hello("n1", port=2, snapshots=["s"])
     hub.places.fetch_again()
     ((_, order),) = hub.take()
-    assert isinstance(order, tm.FetchOrder)
+    assert isinstance(order, tm.BringOrder)
     assert [source.port for source in order.sources] == [2]
 
 
