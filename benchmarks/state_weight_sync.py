@@ -249,7 +249,7 @@ def _spread(values: list[float]) -> dict[str, float]:
 
 def make_weights(folder: Path, size: str) -> tuple[ModelSpec, Path]:
     """A random model, and its file of weights."""
-    from benchmarks.switch_bandwidth import make_model
+    from benchmarks.state_switch import make_model
 
     model = make_model(folder, size)
     (weights,) = Path(model.path).glob("*.safetensors")

@@ -71,7 +71,7 @@ class PartialFile:
             os.ftruncate(descriptor, head.size)
             # All of it now: a page that is missing later would end the process that writes it.
             with storage_errors(self._path.parent, head.size):
-                if head.size:
+                if os.fstat(descriptor).st_blocks * 512 < head.size:
                     os.posix_fallocate(descriptor, 0, head.size)
         except OSError:
             self._data.unlink(missing_ok=True)
