@@ -238,7 +238,11 @@ class StateCalls(SubmissionCalls):
         if f"{live.wpg} {live.content}" in resident:
             tiers.append(_tier(_DEVICE, progress, live.bytes))
         if not base:  # the catalogue's folder is nobody's image
-            tiers.append(_tier(_DURABLE if live.path else _HOST, progress, live.bytes))
+            hub = self._parts.hub
+            nodes = hub.snapshots.nodes(live.id) if hub is not None and not live.path else []
+            tiers += [_tier(_HOST, progress, live.bytes) | {"node": node} for node in nodes]
+            if not nodes:
+                tiers.append(_tier(_DURABLE if live.path else _HOST, progress, live.bytes))
         used = [
             sampler.last_used_us
             for name in live.samplers
@@ -276,7 +280,8 @@ class StateCalls(SubmissionCalls):
         for image in images:
             for copy in image["tiers"]:
                 tier, wpg = copy["tier"], image["wpg"]
-                where = wpg if tier == _DEVICE else held[wpg].place.node if wpg in held else ""
+                node = copy.get("node") or (held[wpg].place.node if wpg in held else "")
+                where = wpg if tier == _DEVICE else node
                 key = (tier, "" if tier == _DURABLE else where)
                 used[key] = used.get(key, 0) + copy["bytes"]
         limits = {

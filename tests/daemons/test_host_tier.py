@@ -60,31 +60,32 @@ def test_an_agent_that_is_told_what_lives_deletes_no_snapshot_that_all_share(
     tmp_path: Path,
 ) -> None:
     tier = tier_in(tmp_path)
-    made_since = tier.snapshot("made-since")
+    made_since = tier.snapshots.shared_path("made-since")
+    assert made_since is not None
+    made_since.parent.mkdir()
     made_since.write_bytes(b"weights")
     tier.keep_only(deployments=[], snapshots=["other"])
     assert made_since.exists()
 
 
-def test_an_agent_that_shares_with_nobody_deletes_what_does_not_live(tmp_path: Path) -> None:
-    tier = tier_in(tmp_path, shared=False)
+@pytest.mark.parametrize("shared", [True, False])
+def test_an_agent_deletes_from_its_memory_what_does_not_live(tmp_path: Path, shared: bool) -> None:
+    tier = tier_in(tmp_path, shared=shared)
     for name in ("lives", "gone"):
-        tier.snapshot(name).write_bytes(b"weights")
+        tier.snapshots.path(name).write_bytes(b"weights")
     tier.keep_only(deployments=[], snapshots=["lives"])
-    assert tier.snapshot_names() == ["lives"]
+    assert tier.snapshots.names() == ["lives"]
 
 
-def test_a_snapshot_that_another_agent_is_writing_is_left_to_it(
+def test_a_snapshot_that_is_dropped_while_it_is_written_is_not_left_half(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mine, other = tier_in(tmp_path), tier_in(tmp_path, "h2.0")
-    path = other.snapshot("s")
-    monkeypatch.setenv(WRITER, f"{other.writer}.3")  # of the gang's third start
+    tier = tier_in(tmp_path)
+    path = tier.snapshots.path("s")
+    monkeypatch.setenv(WRITER, f"{tier.writer}.3")  # of the gang's third start
     being_written = part_name(path)
     being_written.write_bytes(b"half")
-    mine.drop(tm.DropOrder(epoch=1, deployments=[], snapshots=["s"]))
-    assert being_written.exists()
-    other.drop(tm.DropOrder(epoch=1, deployments=[], snapshots=["s"]))
+    tier.drop(tm.DropOrder(epoch=1, deployments=[], snapshots=["s"]))
     assert not being_written.exists()
 
 
