@@ -11,18 +11,16 @@ from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.ids import CallId, CauseId, DeploymentId, WpgId
 from plexrl_slurm.core.messages import (
     Call,
-    ImagesLeft,
     Persist,
     Run,
     SaveImage,
     Switch,
-    WpgDown,
     WpgUp,
 )
+from plexrl_slurm.daemons.agent_reports import AgentReports
 from plexrl_slurm.daemons.agent_views import AgentView, WpgView
 from plexrl_slurm.daemons.gang_hub import GangHub
 from plexrl_slurm.daemons.gang_orders import GangOrders
-from plexrl_slurm.daemons.gang_view import Gang
 from plexrl_slurm.daemons.image_stories import ImageStories
 from plexrl_slurm.daemons.layout import HeldWpg, Place
 from plexrl_slurm.daemons.orders import Durable, Weights
@@ -35,11 +33,8 @@ from plexrl_slurm.transport.links import AgentServer
 
 log = logging.getLogger(__name__)
 
-#: A WPG that failed to start so often in a row will not.
-NEVER = 4
 
-
-class AgentHub:
+class AgentHub(AgentReports):
     """Implements ``orders.Orders``."""
 
     def __init__(
@@ -148,33 +143,6 @@ class AgentHub:
         """It has no nodes any more (it may get others)."""
         for place in [place for place in self._places if place.hold == hold]:
             self.forget_place(place, reason)
-
-    def hopeless(self) -> list[tuple[Place, str]]:
-        """Places with a WPG that does not start there, however often it is tried."""
-        failing = [
-            (place, held.id, view.failures)
-            for place, wpgs in self._places.items()
-            for held in wpgs
-            if (view := self.wpgs.get(held.id)) is not None
-        ]
-        return [
-            (place, f"WPG {wpg} does not start: {self.wpgs[wpg].reason}")
-            for place, wpg, failures in (*failing, *self.gangs.failures())
-            if failures >= NEVER
-        ]
-
-    def heard_us(self) -> dict[Place, int]:
-        """When each agent was heard last."""
-        return {
-            agent.place: agent.heard_us
-            for agent in self.agents.values()
-            if agent.place in self._places and not agent.refused
-        }
-
-    def unheard_us(self) -> dict[Place, int]:
-        """Since when each agent is awaited that has not said a word."""
-        heard = {agent.place for agent in self.agents.values()}
-        return {place: at for place, at in self._expected_us.items() if place not in heard}
 
     def _refuse(self, address: bytes, agent: AgentView, reason: str) -> None:
         if not agent.refused:
@@ -361,73 +329,6 @@ class AgentHub:
                 self.stories.heard(agent.place.node, stock)
             case tm.Hello() | tm.Beat() | tm.PartReady():
                 pass
-
-    def _left(self, report: tm.Done) -> ImagesLeft | None:
-        """What an agent says of images that are not what the core believes."""
-        if report.left is None:
-            return None
-        view = self.wpgs.get(report.wpg)
-        if report.left.damaged or report.left.image is None:
-            self.on_left(report, view.node if view is not None else "")
-        return ImagesLeft(image=report.left.image, durable=report.left.durable)
-
-    def _changed(self, address: bytes, report: tm.WpgChanged) -> None:
-        view = self.wpgs.get(report.name)
-        if view is None or view.agent != address or report.incarnation < view.incarnation:
-            return
-        view.incarnation, view.pids, view.reason = report.incarnation, report.pids, report.reason
-        say(log, "wpg", name=report.name, state=report.state, reason=report.reason)
-        if report.state == "up" and view.state != "up":
-            view.state, view.failures = "up", 0
-            self._shell.feed(
-                WpgUp(at_us=now_us(), cause=CauseId("gang is up"), wpg=WpgId(report.name))
-            )
-        elif report.state == "down":
-            # Without a start there never was a gang: its GPUs are not there.
-            view.failures += NEVER if report.incarnation == 0 else view.state != "up"
-            self._down(view, report.reason)
-        else:
-            view.state = report.state
-
-    def _down(self, view: WpgView, reason: str) -> None:
-        was_up, view.state, view.reason = view.state == "up", "down", reason
-        if was_up:
-            self._shell.feed(
-                WpgDown(at_us=now_us(), cause=CauseId(reason), wpg=WpgId(view.name), reason=reason)
-            )
-
-    def _show(self, gang: Gang, reason: str) -> None:
-        """For people."""
-        view = self.wpgs[gang.id]
-        states = {part.state for part in gang.parts}
-        view.state = "up" if gang.up else "down" if states == {"down"} else "starting"
-        view.incarnation, view.reason = gang.incarnation, reason or view.reason
-        view.pids = [pid for part in gang.parts for pid in part.pids]
-        if gang.up:
-            view.reason = reason
-
-    def _persist_done(self, address: bytes, done: tm.Done) -> None:
-        where, asked = self._persisting.get(done.deployment, (b"", (0, 0)))
-        if where != address:
-            return  # nobody asked it, or not since the deployment came back to it
-        if done.ok:
-            self._persisted(done)
-            after = self._persist_ended
-            self._after_commit(lambda: after(done.deployment, done.progress, ok=True))
-        else:
-            say(log, "persist_failed", deployment=done.deployment, reason=done.error)
-            self._persist_ended(done.deployment, asked, ok=False, left=self._left(done))
-
-    def _persist_ended(
-        self,
-        deployment: str,
-        progress: tuple[int, int],
-        *,
-        ok: bool,
-        left: ImagesLeft | None = None,
-    ) -> None:
-        if self._persisting.pop(deployment, None) is not None:
-            self._shell.persisted(DeploymentId(deployment), progress, ok=ok, left=left)
 
     def _sampler_of(self, snapshot: str) -> bytes:
         """Agent of the WPG that will sample from it; "" if there is none."""
