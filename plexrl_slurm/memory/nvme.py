@@ -10,10 +10,9 @@ import errno
 import fcntl
 import mmap
 import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
@@ -22,8 +21,9 @@ import msgspec
 from crc32c import crc32c
 
 from plexrl_slurm.core.errors import BadImage, PlexError, StorageFailed
+from plexrl_slurm.memory import disk
 from plexrl_slurm.memory.files import publish_folder, storage_errors, write_bytes
-from plexrl_slurm.memory.slab import PRELUDE_BYTES, read_header, unmarked, used_bytes
+from plexrl_slurm.memory.slab import PRELUDE_BYTES, put_prelude, read_header, unmarked, used_bytes
 
 T = TypeVar("T")
 
@@ -33,6 +33,10 @@ BLOCK: Final = 8 << 20
 DEPTH: Final = 4
 FORMAT: Final = 1
 _MANIFEST: Final = "manifest.json"
+
+
+class Unreadable(BadImage):
+    """The disk does not give an image, which may be whole."""
 
 
 class RankFile(msgspec.Struct, frozen=True):
@@ -79,11 +83,11 @@ def write_image(folder: Path, slabs: Sequence[Path], *, owner: str) -> Manifest:
     """
     header = read_header(slabs[0])
     part = _part(folder)
-    shutil.rmtree(part, ignore_errors=True)
+    disk.disk.remove_tree(part)
     sizes = [used_bytes(slab) for slab in slabs]
     try:
         with _disk_errors(folder.parent), storage_errors(_standing(folder), sum(sizes)):
-            part.mkdir(parents=True, mode=0o700)
+            disk.disk.make_folder(part)
             files = tuple(
                 _write_rank(slab, part / f"rank-{rank}.slab", size)
                 for rank, (slab, size) in enumerate(zip(slabs, sizes, strict=True))
@@ -102,16 +106,16 @@ def write_image(folder: Path, slabs: Sequence[Path], *, owner: str) -> Manifest:
             publish_folder(part, folder)
         return manifest
     finally:
-        shutil.rmtree(part, ignore_errors=True)
+        disk.disk.remove_tree(part)
 
 
 def read_manifest(folder: Path, *, owner: str) -> Manifest:
     """Raises ``BadImage`` if there is no complete image of this owner and format."""
     path = folder / _MANIFEST
     try:
-        data = path.read_bytes()
+        data = disk.disk.read_file(path)
     except OSError as error:
-        raise BadImage(str(path), f"cannot be read ({error.strerror})") from error
+        raise Unreadable(str(path), f"cannot be read ({error.strerror})") from error
     said, _, text = data.removesuffix(b"\n").partition(b"\n")
     if said != b"%08x" % crc32c(text):
         raise BadImage(str(path), "is damaged: it does not match its own checksum")
@@ -143,16 +147,16 @@ def read_image(folder: Path, slabs: Sequence[Path], *, owner: str) -> Manifest:
         for file, slab in zip(manifest.files, slabs, strict=True)
     ]
     for prelude, slab in zip(preludes, slabs, strict=True):
-        with slab.open("r+b") as target:
-            target.write(prelude)
+        put_prelude(slab, prelude)
     return manifest
 
 
 def drop_image(folder: Path) -> None:
     """Delete an image; the manifest first, so that half of it is none."""
-    (folder / _MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.rmtree(_part(folder), ignore_errors=True)
+    with suppress(OSError):
+        disk.disk.remove(folder / _MANIFEST)
+    disk.disk.remove_tree(folder)
+    disk.disk.remove_tree(_part(folder))
 
 
 def _part(folder: Path) -> Path:
@@ -168,17 +172,17 @@ def _standing(folder: Path) -> Path:
 
 def _write_rank(slab: Path, path: Path, size: int) -> RankFile:
     with _mapped(slab, size, writable=False) as view, _direct(path, writing=True) as target:
-        os.posix_fallocate(target, 0, size)
+        disk.disk.allocate(target, size)
 
         def write(block: _Block) -> int:
             data = view[block.offset : block.offset + block.size]
             crc = crc32c(data)
-            _whole(target, block, lambda at: os.pwrite(target, data[at:], block.offset + at))
+            _whole(target, block, lambda at: disk.disk.write(target, data[at:], block.offset + at))
             return crc
 
         try:
             crcs = _each(write, _blocks(size, BLOCK))
-            os.fsync(target)
+            disk.disk.sync(target)
         except OSError as error:
             error.filename = error.filename or str(path)
             raise
@@ -201,7 +205,7 @@ def _read_rank(path: Path, file: RankFile, block_bytes: int, slab: Path) -> byte
     except PlexError:
         raise
     except OSError as error:
-        raise BadImage(str(path), f"cannot be read ({error.strerror})") from error
+        raise Unreadable(str(path), f"cannot be read ({error.strerror})") from error
 
 
 def _fill(
@@ -214,7 +218,7 @@ def _fill(
     def read(block: _Block) -> None:
         target = memoryview(aside) if block.number == 0 else view[block.offset :]
         data = target[: block.size]
-        _whole(source, block, lambda at: os.preadv(source, [data[at:]], block.offset + at))
+        _whole(source, block, lambda at: disk.disk.read(source, [data[at:]], block.offset + at))
         if crc32c(data) != file.blocks[block.number]:
             raise BadImage(
                 str(path), f"is damaged: block {block.number} does not match its checksum"
@@ -229,12 +233,12 @@ def _fill(
 
 
 def _reserve(slab: Path, size: int) -> None:
-    descriptor = os.open(slab, os.O_RDWR | os.O_CREAT, 0o600)
+    descriptor = disk.disk.open(slab, os.O_RDWR | os.O_CREAT)
     try:
         with storage_errors(slab.parent, size):
-            os.posix_fallocate(descriptor, 0, max(size, os.fstat(descriptor).st_size))
+            disk.disk.allocate(descriptor, max(size, os.fstat(descriptor).st_size))
     finally:
-        os.close(descriptor)
+        disk.disk.close(descriptor)
 
 
 # ---- blocks -------------------------------------------------------------------------------
@@ -287,16 +291,16 @@ def _direct(path: Path, *, writing: bool) -> Iterator[int]:
     """A descriptor with O_DIRECT, or without where the file system refuses it."""
     flags = (os.O_RDWR | os.O_CREAT | os.O_EXCL) if writing else os.O_RDONLY
     try:
-        descriptor = os.open(path, flags | os.O_DIRECT, 0o600)
+        descriptor = disk.disk.open(path, flags | os.O_DIRECT)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
         # It was made all the same on some file systems.
-        descriptor = os.open(path, flags & ~os.O_EXCL, 0o600)
+        descriptor = disk.disk.open(path, flags & ~os.O_EXCL)
     try:
         yield descriptor
     finally:
-        os.close(descriptor)
+        disk.disk.close(descriptor)
 
 
 @contextmanager

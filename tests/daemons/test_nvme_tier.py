@@ -200,3 +200,55 @@ def test_a_network_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("plexrl_slurm.daemons.nvme_tier.network_kind", lambda _: "NFS")
     with pytest.raises(Denied, match=r"nvme_dir .* is on NFS"):
         asyncio.run(tier_in(tmp_path).own())
+
+
+def test_an_image_that_is_brought_back_late_does_not_replace_a_newer_one(tmp_path: Path) -> None:
+    async def scene() -> None:
+        tier = await filled(tmp_path, *"abc")
+        order = tm.PersistOrder(
+            epoch=1, id="1", wpg="train-0", deployment="a", folder=str(tmp_path / "durable")
+        )
+        bringing = asyncio.create_task(tier.persist(order))
+        await asyncio.sleep(0)
+        await save(tier, "a", seq=2)
+        await asyncio.gather(bringing, return_exceptions=True)
+        assert all_of(tier)["a"] == (2, 0)
+        await bring(tier, "a")
+
+    asyncio.run(scene())
+
+
+def test_a_copy_that_is_written_late_does_not_replace_a_newer_one(tmp_path: Path) -> None:
+    async def scene() -> None:
+        tier = await filled(tmp_path, "a")
+        store, below = tier.store("train-0"), tier._nvme
+        assert below is not None
+        old = store.find("a")
+        assert old is not None
+        store.pin(old.slot)
+        await save(tier, "a", seq=2)
+        new = store.find("a")
+        assert new is not None
+        await below.write("train-0", new, store.paths(new.slot))
+        await below.write("train-0", old, store.paths(old.slot))
+        assert [copy.progress for copy in below.copies()] == [(2, 0)]
+        assert len(list((tmp_path / "nvme").rglob("manifest.json"))) <= 2
+
+    asyncio.run(scene())
+
+
+def test_an_older_image_in_a_free_slab_is_not_believed_when_nvme_has_a_newer(
+    tmp_path: Path,
+) -> None:
+    async def scene() -> None:
+        tier = await filled(tmp_path, "a", slots=4)
+        await save(tier, "a", seq=2)  # the slab of the first is free now, and as it was
+        store, room = tier.store("train-0"), tier._room
+        assert room is not None and await room._copy("train-0", "a")
+        store.release("a")
+        release(tier)
+        after = tier_in(tmp_path, slots=4)
+        await after.own()
+        assert all_of(after) == {"a": (2, 0)} and in_memory(after) == set()
+
+    asyncio.run(scene())
