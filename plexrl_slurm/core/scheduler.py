@@ -31,8 +31,10 @@ class SchedulerCore:
         image_every: int = 10,
         max_attempts: int = 3,
         durable_every: int | None = None,
+        hints: bool = False,
     ) -> None:
-        """``durable_every``: images live on nodes that can be lost, so calls are kept until a
+        """``hints``: say who is expected next, for images that lie on disks of the nodes.
+        ``durable_every``: images live on nodes that can be lost, so calls are kept until a
         durable image has them, and one is made after so many optimizer steps. ``None``: a host
         image is enough.
         """
@@ -40,7 +42,11 @@ class SchedulerCore:
             hold_us=hold_us, max_attempts=max_attempts, costs=costs, durable_every=durable_every
         )
         self._planner = Planner(
-            books=self._books, policy=policy, hysteresis=hysteresis, image_every=image_every
+            books=self._books,
+            policy=policy,
+            hysteresis=hysteresis,
+            image_every=image_every,
+            hints=hints,
         )
         #: The tick that was asked for last and has not come.
         self._armed_us: int | None = None

@@ -82,9 +82,11 @@ def write_image(folder: Path, slabs: Sequence[Path], *, writer: str) -> Manifest
             deployment=header.deployment, progress=header.progress, files=tuple(files)
         )
         write_bytes(part / _MANIFEST, msgspec.json.encode(manifest))
-        if not (folder / _MANIFEST).exists():
+        if (folder / _MANIFEST).exists():
+            sync_folder(folder.parent)  # whoever gave it its name may have died before that
+        else:
             publish_folder(part, folder)
-            sync_folder(folder.parent.parent)
+        sync_folder(folder.parent.parent)
         return manifest
     finally:
         disk.disk.remove_tree(part)

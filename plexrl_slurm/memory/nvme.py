@@ -10,9 +10,10 @@ import errno
 import fcntl
 import mmap
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
@@ -35,8 +36,33 @@ FORMAT: Final = 1
 _MANIFEST: Final = "manifest.json"
 
 
-class Unreadable(BadImage):
-    """The disk does not give an image, which may be whole."""
+class Abandoned(Exception):
+    """Nobody wants the image any more."""
+
+
+class Gate:
+    """The way in which another thread slows a read down, or ends it."""
+
+    def __init__(self, *, slow: bool = False) -> None:
+        """``slow``: others' reads and writes come first."""
+        self._slow, self._closed = slow, False
+        self._turn = threading.Lock()
+
+    def hurry(self) -> None:
+        """Somebody waits for it."""
+        self._slow = False
+
+    def close(self) -> None:
+        """End it at the next block."""
+        self._closed = True
+
+    @contextmanager
+    def block(self) -> Iterator[None]:
+        """Around each block: one at a time while it is slow. Raises ``Abandoned``."""
+        with self._turn if self._slow else nullcontext():
+            if self._closed:
+                raise Abandoned
+            yield
 
 
 class RankFile(msgspec.Struct, frozen=True):
@@ -115,7 +141,7 @@ def read_manifest(folder: Path, *, owner: str) -> Manifest:
     try:
         data = disk.disk.read_file(path)
     except OSError as error:
-        raise Unreadable(str(path), f"cannot be read ({error.strerror})") from error
+        raise BadImage(str(path), f"cannot be read ({error.strerror})") from error
     said, _, text = data.removesuffix(b"\n").partition(b"\n")
     if said != b"%08x" % crc32c(text):
         raise BadImage(str(path), "is damaged: it does not match its own checksum")
@@ -132,18 +158,26 @@ def read_manifest(folder: Path, *, owner: str) -> Manifest:
     return manifest
 
 
-def read_image(folder: Path, slabs: Sequence[Path], *, owner: str) -> Manifest:
+def unreadable(problem: BadImage) -> bool:
+    """Whether the disk does not give an image, which may be whole."""
+    return isinstance(problem.__cause__, OSError)
+
+
+def read_image(
+    folder: Path, slabs: Sequence[Path], *, owner: str, gate: Gate | None = None
+) -> Manifest:
     """Copy the image in ``folder`` into slabs, which are valid only once all is there and checked.
 
     A slab that exists is overwritten in place: ranks keep their mapping of it. Raises
-    ``BadImage``, and ``StorageFull`` if there is no room for the slabs.
+    ``BadImage``, ``StorageFull`` if there is no room for the slabs, and ``Abandoned``.
     """
+    gate = gate or Gate()
     manifest = read_manifest(folder, owner=owner)
     if len(manifest.files) != len(slabs):
         ranks = len(manifest.files)
         raise BadImage(str(folder), f"is of {ranks} ranks, and {len(slabs)} are to load it")
     preludes = [
-        _read_rank(folder / file.name, file, manifest.block_bytes, slab)
+        _read_rank(folder / file.name, file, manifest.block_bytes, slab, gate)
         for file, slab in zip(manifest.files, slabs, strict=True)
     ]
     for prelude, slab in zip(preludes, slabs, strict=True):
@@ -189,7 +223,7 @@ def _write_rank(slab: Path, path: Path, size: int) -> RankFile:
     return RankFile(name=path.name, bytes=size, blocks=tuple(crcs))
 
 
-def _read_rank(path: Path, file: RankFile, block_bytes: int, slab: Path) -> bytes:
+def _read_rank(path: Path, file: RankFile, block_bytes: int, slab: Path, gate: Gate) -> bytes:
     """Everything but the commit mark; returns the prelude, which has it."""
     blocks = list(_blocks(file.bytes, block_bytes))
     if len(blocks) != len(file.blocks):
@@ -201,15 +235,20 @@ def _read_rank(path: Path, file: RankFile, block_bytes: int, slab: Path) -> byte
                 raise BadImage(str(path), f"is cut off: {there} of {file.bytes} bytes are there")
             _reserve(slab, file.bytes)
             with _mapped(slab, file.bytes, writable=True) as view:
-                return _fill(path, source, file, blocks, view)
+                return _fill(path, source, file, blocks, view, gate)
     except PlexError:
         raise
     except OSError as error:
-        raise Unreadable(str(path), f"cannot be read ({error.strerror})") from error
+        raise BadImage(str(path), f"cannot be read ({error.strerror})") from error
 
 
 def _fill(
-    path: Path, source: int, file: RankFile, blocks: Sequence[_Block], view: memoryview
+    path: Path,
+    source: int,
+    file: RankFile,
+    blocks: Sequence[_Block],
+    view: memoryview,
+    gate: Gate,
 ) -> bytes:
     view[:PRELUDE_BYTES] = bytes(PRELUDE_BYTES)
     # The first block has the commit mark, which nobody may see before all is checked.
@@ -218,7 +257,8 @@ def _fill(
     def read(block: _Block) -> None:
         target = memoryview(aside) if block.number == 0 else view[block.offset :]
         data = target[: block.size]
-        _whole(source, block, lambda at: disk.disk.read(source, [data[at:]], block.offset + at))
+        with gate.block():
+            _whole(source, block, lambda at: disk.disk.read(source, [data[at:]], block.offset + at))
         if crc32c(data) != file.blocks[block.number]:
             raise BadImage(
                 str(path), f"is damaged: block {block.number} does not match its checksum"

@@ -188,6 +188,14 @@ class PersistOrder(msgspec.Struct, frozen=True, tag="persist"):
     known: tuple[int, int] | None = None
 
 
+class ExpectOrder(msgspec.Struct, frozen=True, tag="expect"):
+    """See ``core.messages.Expect``; ``deployment`` "": nobody."""
+
+    epoch: int
+    wpg: str
+    deployment: str
+
+
 class RunOrder(msgspec.Struct, frozen=True, tag="run"):
     """See ``core.messages.Run``."""
 
@@ -238,6 +246,7 @@ Command: TypeAlias = (
     | SwitchOrder
     | SaveOrder
     | PersistOrder
+    | ExpectOrder
     | RunOrder
     | AbortOrder
     | DropOrder

@@ -16,6 +16,7 @@ from plexrl_slurm.core.messages import (
     DeploymentMoved,
     DeploymentPlaced,
     Drained,
+    Expect,
     Finish,
     Forget,
     Persist,
@@ -52,9 +53,10 @@ class Hand:
         policy: str = "hrrs",
         image_every: int = 10,
         durable_every: int | None = None,
+        hints: bool = False,
     ) -> None:
         self.wpg, self.now, self.policy, self.image_every = wpg, SECOND, policy, image_every
-        self.durable_every = durable_every
+        self.durable_every, self.hints = durable_every, hints
         self.core = self.make_core()
         self.charges: list[Charge] = []
         self.wakes: list[int] = []
@@ -66,6 +68,7 @@ class Hand:
             costs=SwitchCosts(),
             image_every=self.image_every,
             durable_every=self.durable_every,
+            hints=self.hints,
         )
 
     def restart(self) -> None:
@@ -226,6 +229,8 @@ def _words(orders: list[AnyInstruction]) -> Iterator[str]:
                 yield f"forget {deployment} below {progress}"
             case Persist(deployment=deployment, wpg=wpg, progress=progress):
                 yield f"persist {deployment} at {progress} from {wpg}"
+            case Expect(deployment=expected):
+                yield f"expect {expected or 'nobody'}"
             case Drained(wpg=wpg):
                 yield f"drained {wpg}"
             case _:

@@ -43,8 +43,10 @@ async def life(world: World, *, events: int, kills: float, cuts: float) -> None:
             world.spawn(world.save())
         elif what < 0.75:
             world.spawn(world.persist(rng.choice([*names, world.resident or names[0]])))
+        elif what < 0.85:
+            world.expect(rng.choice([*names, ""]))
         elif what < 0.9:
-            world.spawn(world.tier.copy_below(quiet=lambda: rng.random() < 0.8))
+            world.spawn(world.tier.idle(quiet=lambda: rng.random() < 0.8))
         elif what < 0.93:
             world.drop(rng.choice(names))
         await world.turn()

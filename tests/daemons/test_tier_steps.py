@@ -20,7 +20,10 @@ async def life(world: World) -> None:
     for name in list(world.complete):
         await attempt(world, world.switch(name))
         world.step()
-    await attempt(world, world.tier.copy_below(quiet=lambda: True))
+    await attempt(world, world.tier.idle(quiet=lambda: True))
+    if world.complete:
+        world.expect(next(iter(world.complete)))
+        await world.settle()
     world.drop(first)
     await attempt(world, world.save())
     world.check()

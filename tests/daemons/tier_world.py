@@ -311,6 +311,11 @@ class World:
                 raise Stopped
         slab.commit()
 
+    def expect(self, name: str) -> None:
+        """The scheduler's hint; the agent prepares while nothing moves."""
+        order = tm.ExpectOrder(epoch=1, wpg=WPG, deployment=name)
+        self.spawn(self.tier.expect(order, quiet=lambda: not self.lane.locked()))
+
     def step(self) -> None:
         """The resident learns."""
         if self.resident:
@@ -368,6 +373,7 @@ class World:
         store, room, below = self.tier.store(WPG), self.tier._room, self.tier._nvme
         assert room is not None and below is not None
         assert not store._writing and not store._pinned and not room._promised
+        assert room.prefetcher._key is None
         await self.restart()
         below = self.tier._nvme
         assert below is not None
