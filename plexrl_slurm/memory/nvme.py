@@ -6,6 +6,7 @@ several at a time; where O_DIRECT is refused, through the page cache. An image b
 owner, a token that lives as long as the host tier above it.
 """
 
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -13,7 +14,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
@@ -27,11 +28,15 @@ from plexrl_slurm.memory.files import publish_folder, storage_errors, write_byte
 from plexrl_slurm.memory.slab import PRELUDE_BYTES, put_prelude, read_header, unmarked, used_bytes
 
 T = TypeVar("T")
+_libc: Final = ctypes.CDLL(None)
 
 #: What one thread moves at once; a multiple of the page.
 BLOCK: Final = 8 << 20
 #: Blocks that are under way at once.
 DEPTH: Final = 4
+#: Threads beside those: they checksum, or map pages, while the disk works for the others.
+SPARE: Final = 2
+_POPULATE_WRITE: Final = 23
 FORMAT: Final = 1
 _MANIFEST: Final = "manifest.json"
 
@@ -46,7 +51,7 @@ class Gate:
     def __init__(self, *, slow: bool = False) -> None:
         """``slow``: others' reads and writes come first."""
         self._slow, self._closed = slow, False
-        self._turn = threading.Lock()
+        self._turn, self._turns = threading.Semaphore(1), threading.Semaphore(DEPTH)
 
     def hurry(self) -> None:
         """Somebody waits for it."""
@@ -58,8 +63,9 @@ class Gate:
 
     @contextmanager
     def block(self) -> Iterator[None]:
-        """Around each block: one at a time while it is slow. Raises ``Abandoned``."""
-        with self._turn if self._slow else nullcontext():
+        """Around what the disk does of a block; one at a time while it is slow. Raises
+        ``Abandoned``."""
+        with self._turn if self._slow else self._turns:
             if self._closed:
                 raise Abandoned
             yield
@@ -208,10 +214,15 @@ def _write_rank(slab: Path, path: Path, size: int) -> RankFile:
     with _mapped(slab, size, writable=False) as view, _direct(path, writing=True) as target:
         disk.disk.allocate(target, size)
 
+        gate = Gate()
+
         def write(block: _Block) -> int:
             data = view[block.offset : block.offset + block.size]
             crc = crc32c(data)
-            _whole(target, block, lambda at: disk.disk.write(target, data[at:], block.offset + at))
+            with gate.block():
+                _whole(
+                    target, block, lambda at: disk.disk.write(target, data[at:], block.offset + at)
+                )
             return crc
 
         try:
@@ -257,6 +268,7 @@ def _fill(
     def read(block: _Block) -> None:
         target = memoryview(aside) if block.number == 0 else view[block.offset :]
         data = target[: block.size]
+        _populate(data)
         with gate.block():
             _whole(source, block, lambda at: disk.disk.read(source, [data[at:]], block.offset + at))
         if crc32c(data) != file.blocks[block.number]:
@@ -290,7 +302,7 @@ def _blocks(size: int, each: int) -> Iterator[_Block]:
 
 
 def _each(work: Callable[[_Block], T], blocks: Iterator[_Block] | Sequence[_Block]) -> list[T]:
-    with ThreadPoolExecutor(DEPTH, thread_name_prefix="nvme") as pool:
+    with ThreadPoolExecutor(DEPTH + SPARE, thread_name_prefix="nvme") as pool:
         futures = [pool.submit(work, block) for block in blocks]
         try:
             return [future.result() for future in futures]
@@ -298,6 +310,16 @@ def _each(work: Callable[[_Block], T], blocks: Iterator[_Block] | Sequence[_Bloc
             for future in futures:
                 future.cancel()
             raise
+
+
+def _populate(data: memoryview) -> None:
+    """Have the pages mapped before the disk waits for them; a kernel that cannot does it later."""
+    if data.nbytes % mmap.PAGESIZE == 0:
+        _libc.madvise(
+            ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(data))),
+            ctypes.c_size_t(data.nbytes),
+            _POPULATE_WRITE,
+        )
 
 
 def _whole(descriptor: int, block: _Block, move: Callable[[int], int]) -> None:
