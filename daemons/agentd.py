@@ -146,6 +146,8 @@ class Agent:
                             await self._gangs[wpg].abort(order)
                 case tm.PersistOrder():
                     self._spawn(self._persist(command))
+                case tm.ExpectOrder():
+                    self._spawn(self._tier.expect(command, quiet=self._still.is_set))
                 case tm.DropOrder():
                     self._tier.drop(command)
                     self._tidy()
@@ -174,7 +176,7 @@ class Agent:
             self._moving -= 1
             if self._moving == 0:
                 self._still.set()
-                self._spawn(self._tier.copy_below(quiet=self._still.is_set))
+                self._spawn(self._tier.idle(quiet=self._still.is_set))
             self._tidy()
 
     def _tidy(self) -> None:

@@ -8,7 +8,7 @@ import msgspec
 
 from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.ids import CallId, CauseId, DeploymentId, WpgId
-from plexrl_slurm.core.messages import Call, Persist, Run, SaveImage, Switch, WpgDown, WpgUp
+from plexrl_slurm.core.messages import Call, Expect, Persist, Run, SaveImage, Switch, WpgDown, WpgUp
 from plexrl_slurm.daemons.layout import HeldWpg, Place
 from plexrl_slurm.daemons.shell import Durable, Shell, Weights
 from plexrl_slurm.logs import say
@@ -378,6 +378,14 @@ class AgentHub:
                 progress=step.progress,
             ),
         )
+
+    def hint(self, step: Expect) -> None:
+        view = self.wpgs.get(step.wpg)
+        if view is not None and view.agent:
+            order = tm.ExpectOrder(
+                epoch=self._epoch, wpg=step.wpg, deployment=step.deployment or ""
+            )
+            self._post(view.agent, order)
 
     def persist(self, step: Persist, known: Durable | None) -> None:
         view = self.wpgs.get(step.wpg)

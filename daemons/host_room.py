@@ -11,8 +11,10 @@ from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.errors import BadImage, PlexError
 from plexrl_slurm.core.tiers import Eviction, How, Tier, TieredImage, choose, next_use_us
 from plexrl_slurm.daemons.nvme_tier import Copy, NvmeTier
+from plexrl_slurm.daemons.prefetch import Prefetcher
 from plexrl_slurm.logs import say
 from plexrl_slurm.memory.images import Held, ImageStore
+from plexrl_slurm.memory.nvme import Gate
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +40,9 @@ class HostRoom:
         self._promised: dict[tuple[str, int], int] = {}
         #: When a deployment was last wanted, and how long after the time before.
         self._uses: dict[_Key, tuple[int, int | None]] = {}
+        #: What was switched in last on each WPG.
+        self._latest: dict[str, str] = {}
+        self.prefetcher = Prefetcher(self)
         self._deciding = asyncio.Lock()
         #: Of the copy that is made in the background.
         self._copied = asyncio.Event()
@@ -49,6 +54,8 @@ class HostRoom:
         store = self._stores[wpg]
         async with self._deciding:
             size = size or self._expected(wpg, deployment)
+            if self._excess(store, size) > 0:
+                await self.prefetcher.give_way()
             await self._make_room(store, size)
             slot = store.begin()
             self._promised[wpg, slot] = size
@@ -66,6 +73,7 @@ class HostRoom:
 
     def wanted(self, wpg: str, deployment: str) -> None:
         """It is being switched in."""
+        self._latest[wpg] = deployment
         now, before = now_us(), self._uses.get((wpg, deployment))
         self._uses[wpg, deployment] = now, None if before is None else now - before[0]
 
@@ -74,23 +82,52 @@ class HostRoom:
 
         Raises ``BadImage`` and ``StorageFull``.
         """
-        store, copy = self._stores[wpg], self.nvme.find(wpg, deployment)
-        held = store.find(deployment)
-        if copy is None or (held is not None and held.progress >= copy.progress):
-            return held
-        slot = await self.begin(wpg, deployment, size=copy.bytes)
-        try:
-            await self.nvme.read(copy, store.paths(slot))
-        except OSError as error:
-            if isinstance(error, PlexError):
-                raise
-            raise BadImage(str(copy.folder), f"cannot be read ({error.strerror})") from error
-        else:
-            store.commit(slot, deployment=deployment, progress=copy.progress)
-        finally:
-            self.ended(wpg, slot)
-            store.abandon(slot)
+        store = self._stores[wpg]
+        await self.prefetcher.give_way((wpg, deployment))
+        while (copy := self.only_below(wpg, deployment)) is not None:
+            slot = await self.begin(wpg, deployment, size=copy.bytes)
+            try:
+                await self._read(copy, slot)
+            except (PlexError, OSError) as error:
+                if self.nvme.find(wpg, deployment) is not copy:  # overtaken while it was read
+                    continue
+                if isinstance(error, PlexError):
+                    raise
+                raise BadImage(str(copy.folder), f"cannot be read ({error.strerror})") from error
         return store.find(deployment)
+
+    def only_below(self, wpg: str, deployment: str) -> Copy | None:
+        """The copy that is newer than what is in memory."""
+        copy, store = self.nvme.find(wpg, deployment), self._stores.get(wpg)
+        if copy is None or store is None or store.world != copy.world:
+            return None
+        held = store.find(deployment)
+        return copy if held is None or held.progress < copy.progress else None
+
+    async def read_below(self, copy: Copy, *, gate: Gate, kept: Collection[_Key]) -> bool:
+        """Read it into a slab that costs nobody anything; whether there was one.
+
+        ``kept``: images that must not leave memory for it; nor does what is resident.
+        """
+        store = self._stores[copy.wpg]
+        async with self._deciding:
+            if not self._make_spare_room(store, copy.bytes, {*kept, *self._latest.items()}):
+                return False
+            slot = store.begin()
+            self._promised[copy.wpg, slot] = copy.bytes
+        await self._read(copy, slot, gate=gate)
+        return store.find(copy.deployment) is not None
+
+    async def _read(self, copy: Copy, slot: int, *, gate: Gate | None = None) -> None:
+        """Into a slot that was begun."""
+        store = self._stores[copy.wpg]
+        try:
+            await self.nvme.read(copy, store.paths(slot), gate=gate)
+            if self.nvme.find(copy.wpg, copy.deployment) is copy:  # not dropped meanwhile
+                store.commit(slot, deployment=copy.deployment, progress=copy.progress)
+        finally:
+            self.ended(copy.wpg, slot)
+            store.abandon(slot)
 
     # -- background --------------------------------------------------------------------------
     async def copy_below(self, *, quiet: Callable[[], bool]) -> None:
@@ -137,6 +174,20 @@ class HostRoom:
                 say(log, "host_tier_full", missing_bytes=excess, nvme_bytes=self.nvme.used)
                 return
 
+    def _make_spare_room(self, store: ImageStore, size: int, kept: Collection[_Key]) -> bool:
+        """The same, if that takes no more than dropping what is on NVMe as well."""
+        while (excess := self._excess(store, size)) > 0:
+            if self._delete_a_free_slab(store):
+                continue
+            found = choose(
+                self._images(kept).values(), tier=Tier.HOST, needed_bytes=excess, below_bytes=0
+            )
+            if sum(each.bytes for each in found) < excess:
+                return False
+            for each in found:
+                self._release(*_key(each), how=each.how)
+        return True
+
     def _excess(self, store: ImageStore, size: int) -> int:
         more = max(0, size - store.slot_bytes(store.next_slot()))
         there = os.statvfs(self._host)
@@ -170,12 +221,20 @@ class HostRoom:
         wpg, deployment = _key(eviction)
         store = self._stores[wpg]
         held = store.find(deployment)
-        if eviction.how is How.SPILL and not await self._copy(wpg, deployment):
-            return False
-        if held is not None and store.find(deployment) is held and not store.is_pinned(held.slot):
-            store.release(deployment)
-            say(log, "image_left_memory", wpg=wpg, deployment=deployment, how=str(eviction.how))
+        if eviction.how is How.SPILL:
+            await self.prefetcher.give_way()
+            if not await self._copy(wpg, deployment):
+                return False
+        if store.find(deployment) is held:
+            self._release(wpg, deployment, how=eviction.how)
         return True
+
+    def _release(self, wpg: str, deployment: str, *, how: How) -> None:
+        store = self._stores[wpg]
+        held = store.find(deployment)
+        if held is not None and not store.is_pinned(held.slot):
+            store.release(deployment)
+            say(log, "image_left_memory", wpg=wpg, deployment=deployment, how=str(how))
 
     async def _copy(self, wpg: str, deployment: str) -> bool:
         """To NVMe, if that has room or gets it; what is in memory stays there."""
@@ -191,7 +250,9 @@ class HostRoom:
             return False
         finally:
             store.unpin(held.slot)
-        if store.find(deployment) is not held:  # dropped or replaced meanwhile
+        copy = self.nvme.find(wpg, deployment)
+        overtaken = copy is None or copy.progress > held.progress
+        if store.find(deployment) is not held and not overtaken:  # dropped or replaced meanwhile
             self.nvme.drop(wpg, deployment)
         return True
 
@@ -251,9 +312,15 @@ class HostRoom:
             bytes=size,
             tiers=tiers,
             last_use_us=last,
-            next_use_us=next_use_us(last_us=last, gap_us=gap, now_us=now) if last else None,
+            next_use_us=self._next_us(key, last, gap, now),
             pinned=pinned,
         )
+
+
+    def _next_us(self, key: _Key, last: int, gap: int | None, now: int) -> int | None:
+        if key in self.prefetcher.kept:
+            return now
+        return next_use_us(last_us=last, gap_us=gap, now_us=now) if last else None
 
 
 def _key(eviction: Eviction) -> _Key:

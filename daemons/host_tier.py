@@ -12,8 +12,8 @@ from plexrl_slurm.core.errors import BadImage, StorageFull
 from plexrl_slurm.daemons.folders import locked, refuse_foreign
 from plexrl_slurm.daemons.host_room import HostRoom
 from plexrl_slurm.daemons.nvme_tier import NvmeTier
-from plexrl_slurm.memory import durable
-from plexrl_slurm.memory.files import part_name
+from plexrl_slurm.memory import disk, durable
+from plexrl_slurm.memory.files import part_name, write_bytes
 from plexrl_slurm.memory.images import Held, ImageStore
 from plexrl_slurm.transport import messages as tm
 
@@ -82,15 +82,21 @@ class HostTier:
         if self._nvme is not None and self._room is not None:
             await self._nvme.own(self._owner())
             for wpg, store in self.all_stores().items():
-                for held in store.held():
+                for held in list(store.held()):
                     copy = self._nvme.find(wpg, held.deployment)
-                    if copy is not None and copy.progress < held.progress:
+                    if copy is None or copy.world != store.world:
+                        continue
+                    if copy.progress < held.progress:
                         self._room.written(wpg, held.deployment, held.progress)
+                    elif copy.progress > held.progress:  # a slab that was free
+                        store.release(held.deployment)
 
     def _owner(self) -> str:
         path = self._host / _OWNER
         if not path.exists():
-            path.write_text(uuid.uuid4().hex)
+            part = part_name(path, self.writer)
+            write_bytes(part, uuid.uuid4().hex.encode())
+            disk.disk.rename(part, path)
         return path.read_text()
 
     def _make(self) -> None:
@@ -194,10 +200,18 @@ class HostTier:
             if ok:
                 self._room.written(wpg, deployment, progress)
 
-    async def copy_below(self, *, quiet: Callable[[], bool]) -> None:
-        """Prepare for the next switch that needs room, for as long as ``quiet`` says so."""
+    async def expect(self, order: tm.ExpectOrder, *, quiet: Callable[[], bool]) -> None:
+        """Prepare for the switch that is likely to come next."""
+        if self._room is not None:
+            self._room.prefetcher.expect(order.wpg, order.deployment)
+            await self.idle(quiet=quiet)
+
+    async def idle(self, *, quiet: Callable[[], bool]) -> None:
+        """Prepare for the next switches, for as long as ``quiet`` says so."""
         if self._room is not None:
             await self._room.copy_below(quiet=quiet)
+            if await self._room.prefetcher.run(quiet=quiet):
+                await self._room.copy_below(quiet=quiet)
 
     async def _newest(self, wpg: str, deployment: str) -> Held | None:
         """In memory; from NVMe if it is there only."""

@@ -28,6 +28,7 @@ from plexrl_slurm.core.messages import (
     DeploymentMoved,
     DeploymentPlaced,
     Drained,
+    Expect,
     Finish,
     Forget,
     FunctionKind,
@@ -109,6 +110,7 @@ class Orders(Protocol):
     def switch(self, step: Switch, weights: Weights | None, durable: Durable | None) -> None: ...
     def persist(self, step: Persist, known: Durable | None) -> None: ...
     def save(self, step: SaveImage) -> None: ...
+    def hint(self, step: Expect) -> None: ...
     def run(self, step: Run, call: Call, body: bytes, publish: str) -> None: ...
     def abort(self, wpg: WpgId, call: CallId) -> None: ...
 
@@ -339,6 +341,8 @@ class Shell:
                     self.forget(call)
             case Persist():
                 self._agents().persist(step, self.durable.get(step.deployment))
+            case Expect():
+                self._agents().hint(step)
             case Drained():
                 asyncio.get_running_loop().call_soon(self.on_drained, step.wpg)
             case Charge():
