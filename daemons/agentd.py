@@ -27,7 +27,6 @@ from plexrl_slurm.core.errors import PlexError
 from plexrl_slurm.daemons.agent_config import AgentConfig, devices_of, visible_gpus
 from plexrl_slurm.daemons.folders import tidy_siblings
 from plexrl_slurm.daemons.gang import Gang, GangLost
-from plexrl_slurm.daemons.host_tier import HostTier
 from plexrl_slurm.engines import ranklink
 from plexrl_slurm.logs import say
 from plexrl_slurm.transport import messages as tm
@@ -63,14 +62,7 @@ class Agent:
         self._problem: BaseException | None = None
         #: GPUs that Slurm gave this node's agent; ``None``: it said nothing about GPUs.
         self._gpus = visible_gpus(os.environ)
-        writer = f"{config.agent}.{self._epoch}"
-        self._tier = HostTier(
-            Path(config.host_dir),
-            snapshots=config.snapshots,
-            writer=writer,
-            nvme=config.nvme,
-            host_bytes=config.host_bytes,
-        )
+        self._tier = config.tier(f"{config.agent}.{self._epoch}")
         self._private = Path(tempfile.mkdtemp(prefix="plexrl-agent-"))
         self._context = zmq.asyncio.Context()
         self._ranks = self._context.socket(zmq.ROUTER)
@@ -286,7 +278,9 @@ class Agent:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(BEAT_S)
-            await self._link.send(tm.Beat(agent=self._config.agent, epoch=self._epoch))
+            faults = self._tier.faults()
+            beat = tm.Beat(agent=self._config.agent, epoch=self._epoch, faults=faults)
+            await self._link.send(beat)
 
     # -- orders ------------------------------------------------------------------------------
     async def _run(self, order: tm.RunOrder) -> None:

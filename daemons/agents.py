@@ -47,6 +47,8 @@ class AgentView:
     epoch: int
     pid: int
     heard_us: int
+    #: Damaged copies on its disk.
+    faults: list[tm.ImageFault] = field(default_factory=list)
     #: It knows what it is to run.
     welcome: bool = False
     #: It was declared lost, or its hold is given back: nothing it says counts any more.
@@ -298,7 +300,9 @@ class AgentHub:
                     error=report.error,
                 )
                 self._acknowledge(address, report.number)
-            case tm.Hello() | tm.Beat():
+            case tm.Beat():
+                self.agents[address].faults = report.faults
+            case tm.Hello():
                 pass
 
     def _changed(self, address: bytes, report: tm.WpgChanged) -> None:

@@ -258,7 +258,7 @@ class HostRoom:
 
     def _below(self) -> int:
         """Bytes that NVMe has, or gets by dropping copies of what is in memory."""
-        twice = sum(copy.bytes for copy in self.nvme.copies() if self._in_memory(copy))
+        twice = sum(copy.bytes for copy in self.nvme.copies() if self.in_memory(copy))
         return self.nvme.limit - self.nvme.used + twice
 
     def _make_room_below(self, size: int) -> bool:
@@ -270,7 +270,8 @@ class HostRoom:
         return self.nvme.used + size <= self.nvme.limit
 
     # -- what there is -----------------------------------------------------------------------
-    def _in_memory(self, copy: Copy) -> bool:
+    def in_memory(self, copy: Copy) -> bool:
+        """Whether memory has the same image."""
         store = self._stores.get(copy.wpg)
         held = store.find(copy.deployment) if store is not None else None
         return held is not None and held.progress == copy.progress
@@ -315,7 +316,6 @@ class HostRoom:
             next_use_us=self._next_us(key, last, gap, now),
             pinned=pinned,
         )
-
 
     def _next_us(self, key: _Key, last: int, gap: int | None, now: int) -> int | None:
         if key in self.prefetcher.kept:

@@ -12,6 +12,7 @@ from plexrl_slurm.core.errors import BadImage, StorageFull
 from plexrl_slurm.daemons.folders import locked, refuse_foreign
 from plexrl_slurm.daemons.host_room import HostRoom
 from plexrl_slurm.daemons.nvme_tier import NvmeTier
+from plexrl_slurm.daemons.scrubber import Scrubber
 from plexrl_slurm.memory import disk, durable
 from plexrl_slurm.memory.files import part_name, write_bytes
 from plexrl_slurm.memory.images import Held, ImageStore
@@ -45,6 +46,7 @@ class HostTier:
         writer: str,
         nvme: NvmeTier | None = None,
         host_bytes: int = 0,
+        scrub_days: int = 0,
     ) -> None:
         """``snapshots``: a folder that all agents share, or ``None`` for one of its own;
         ``writer`` names the agent in what it writes to the durable tier; with ``nvme``, images
@@ -68,6 +70,18 @@ class HostTier:
             if nvme is not None
             else None
         )
+        #: Progress of durable images that were made here.
+        self._persisted: dict[str, tuple[int, int]] = {}
+        self._scrubber = (
+            Scrubber(self._room, days=scrub_days, durable=self._persisted.get)
+            if self._room is not None
+            else None
+        )
+        self._scrubbing: asyncio.Task[None] | None = None
+
+    def faults(self) -> list[tm.ImageFault]:
+        """Damage that was found in copies on NVMe."""
+        return self._scrubber.faults() if self._scrubber is not None else []
 
     async def own(self) -> None:
         """Wait until no other agent uses these folders; then tidy up.
@@ -90,6 +104,9 @@ class HostTier:
                         self._room.written(wpg, held.deployment, held.progress)
                     elif copy.progress > held.progress:  # a slab that was free
                         store.release(held.deployment)
+
+        if self._scrubber is not None:
+            self._scrubbing = asyncio.create_task(self._scrubber.loop())
 
     def _owner(self) -> str:
         path = self._host / _OWNER
@@ -275,6 +292,7 @@ class HostTier:
             await asyncio.to_thread(
                 durable.write_image, folder, store.paths(held.slot), writer=self.writer
             )
+            self._persisted[order.deployment] = held.progress
             if order.known is not None:
                 await asyncio.to_thread(durable.keep_newest, root, order.deployment, order.known)
         finally:

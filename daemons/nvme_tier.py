@@ -154,6 +154,10 @@ class NvmeTier:
         """Copy an image into slabs. Raises ``BadImage``, ``StorageFull`` and ``Abandoned``."""
         await asyncio.to_thread(nvme.read_image, copy.folder, slabs, owner=self._owner, gate=gate)
 
+    async def check(self, copy: Copy, *, gate: nvme.Gate) -> None:
+        """Read all of it. Raises ``BadImage`` and ``Abandoned``."""
+        await asyncio.to_thread(nvme.check_image, copy.folder, owner=self._owner, gate=gate)
+
     def drop(self, wpg: str, deployment: str) -> None:
         """Forget a copy, at once; its blocks are given back soon."""
         copy = self._copies.pop((wpg, deployment), None)

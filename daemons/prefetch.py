@@ -6,8 +6,8 @@ and gives way at once when a switch wants the disk or the slab, or when another 
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Collection
+from typing import Final, Protocol
 
 from plexrl_slurm.core.errors import PlexError
 from plexrl_slurm.daemons.nvme_tier import Copy, NvmeTier
@@ -17,6 +17,8 @@ from plexrl_slurm.memory.nvme import Abandoned, Gate
 log = logging.getLogger(__name__)
 
 Key = tuple[str, str]
+#: What reads is not for any WPG.
+_ASIDE: Final = ("", "")
 
 
 class Room(Protocol):
@@ -50,7 +52,7 @@ class Prefetcher:
 
     def expect(self, wpg: str, deployment: str) -> None:
         """The scheduler's hint; "": nobody."""
-        if self._key is not None and self._key[0] == wpg and self._key[1] != deployment:
+        if self._key is not None and self._key[0] in (wpg, "") and self._key[1] != deployment:
             self._gate.close()
         if deployment:
             self._expected[wpg] = deployment
@@ -71,6 +73,8 @@ class Prefetcher:
     async def run(self, *, quiet: Callable[[], bool]) -> bool:
         """While ``quiet``, read what is expected; whether anything was read."""
         read = False
+        if self._key == _ASIDE:
+            await self.give_way()
         for wpg, deployment in list(self._expected.items()):
             if self._key is not None or not quiet():
                 break
@@ -78,6 +82,19 @@ class Prefetcher:
             if copy is not None and self._expected.get(wpg) == deployment:
                 read |= await self._read((wpg, deployment), copy)
         return read
+
+    async def aside(self, gate: Gate, work: Callable[[], Awaitable[None]]) -> bool:
+        """Other work that gives way as well; whether it was done, as nothing else is."""
+        if self._key is not None:
+            return False
+        self._key, self._gate = _ASIDE, gate
+        self._ended.clear()
+        try:
+            await work()
+        finally:
+            self._key = None
+            self._ended.set()
+        return True
 
     async def _read(self, key: Key, copy: Copy) -> bool:
         self._key, self._gate = key, Gate(slow=True)

@@ -110,6 +110,8 @@ class Settings:
     nvme_dir: Path | None = None
     #: Bytes that images may take there.
     nvme_bytes: int = 0
+    #: A copy there is read again, to see whether it is whole, after so many days; 0: never.
+    scrub_days: int = 7
     #: TCP address of the API, for controllers.
     listen_host: str = "127.0.0.1"
     listen_port: int = 8421
@@ -375,6 +377,10 @@ def _check_nvme(report: Report, values: Mapping[str, Any], models: Sequence[Mode
             "partition.nvme_dir",
             f"{folder} is on {kind}, which is not a disk of the node: choose a folder on a local "
             f"file system, or leave nvme_dir and nvme_bytes out",
+        )
+    if report.has("partition.scrub_days") and "nvme_dir" not in values:
+        report.bad(
+            "partition.scrub_days", "it has no effect without partition.nvme_dir: leave it out"
         )
     for model in models:
         if folder is not None and size is not None and model.train_bytes > size:

@@ -12,6 +12,7 @@ import fcntl
 import mmap
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -48,27 +49,30 @@ class Abandoned(Exception):
 class Gate:
     """The way in which another thread slows a read down, or ends it."""
 
-    def __init__(self, *, slow: bool = False) -> None:
-        """``slow``: others' reads and writes come first."""
-        self._slow, self._closed = slow, False
+    def __init__(self, *, slow: bool = False, share: float = 1.0) -> None:
+        """``slow``: others' reads and writes come first; ``share`` of the time, then."""
+        self._slow, self._share, self._closed = slow, share, threading.Event()
         self._turn, self._turns = threading.Semaphore(1), threading.Semaphore(DEPTH)
 
     def hurry(self) -> None:
         """Somebody waits for it."""
-        self._slow = False
+        self._slow, self._share = False, 1.0
 
     def close(self) -> None:
         """End it at the next block."""
-        self._closed = True
+        self._closed.set()
 
     @contextmanager
     def block(self) -> Iterator[None]:
         """Around what the disk does of a block; one at a time while it is slow. Raises
         ``Abandoned``."""
         with self._turn if self._slow else self._turns:
-            if self._closed:
+            if self._closed.is_set():
                 raise Abandoned
+            start = time.monotonic()
             yield
+            if self._share < 1:
+                self._closed.wait((time.monotonic() - start) * (1 / self._share - 1))
 
 
 class RankFile(msgspec.Struct, frozen=True):
@@ -191,6 +195,24 @@ def read_image(
     return manifest
 
 
+def check_image(folder: Path, *, owner: str, gate: Gate) -> None:
+    """Read all of it, and nothing else. Raises ``BadImage`` and ``Abandoned``."""
+    manifest = read_manifest(folder, owner=owner)
+    space = memoryview(mmap.mmap(-1, manifest.block_bytes))
+    for file in manifest.files:
+        path = folder / file.name
+        try:
+            with _direct(path, writing=False) as source:
+                _same_size(path, source, file)
+                for block in _blocks(file.bytes, manifest.block_bytes):
+                    with gate.block():
+                        _read_block(path, source, block, space[: block.size], file)
+        except OSError as error:
+            if isinstance(error, PlexError):
+                raise
+            raise BadImage(str(path), f"cannot be read ({error.strerror})") from error
+
+
 def drop_image(folder: Path) -> None:
     """Delete an image; the manifest first, so that half of it is none."""
     with suppress(OSError):
@@ -241,9 +263,7 @@ def _read_rank(path: Path, file: RankFile, block_bytes: int, slab: Path, gate: G
         raise BadImage(str(path), f"has {len(blocks)} blocks and {len(file.blocks)} checksums")
     try:
         with _direct(path, writing=False) as source:
-            there = os.fstat(source).st_size
-            if there != file.bytes:
-                raise BadImage(str(path), f"is cut off: {there} of {file.bytes} bytes are there")
+            _same_size(path, source, file)
             _reserve(slab, file.bytes)
             with _mapped(slab, file.bytes, writable=True) as view:
                 return _fill(path, source, file, blocks, view, gate)
@@ -271,10 +291,7 @@ def _fill(
         _populate(data)
         with gate.block():
             _whole(source, block, lambda at: disk.disk.read(source, [data[at:]], block.offset + at))
-        if crc32c(data) != file.blocks[block.number]:
-            raise BadImage(
-                str(path), f"is damaged: block {block.number} does not match its checksum"
-            )
+        _compare(path, block, data, file)
 
     _each(read, blocks)
     first = memoryview(aside)
@@ -282,6 +299,22 @@ def _fill(
     view[PRELUDE_BYTES : blocks[0].size] = first[PRELUDE_BYTES : blocks[0].size]
     view[:PRELUDE_BYTES] = unmarked(prelude)
     return prelude
+
+
+def _read_block(path: Path, source: int, block: _Block, data: memoryview, file: RankFile) -> None:
+    _whole(source, block, lambda at: disk.disk.read(source, [data[at:]], block.offset + at))
+    _compare(path, block, data, file)
+
+
+def _compare(path: Path, block: _Block, data: memoryview, file: RankFile) -> None:
+    if block.number >= len(file.blocks) or crc32c(data) != file.blocks[block.number]:
+        raise BadImage(str(path), f"is damaged: block {block.number} does not match its checksum")
+
+
+def _same_size(path: Path, source: int, file: RankFile) -> None:
+    there = os.fstat(source).st_size
+    if there != file.bytes:
+        raise BadImage(str(path), f"is cut off: {there} of {file.bytes} bytes are there")
 
 
 def _reserve(slab: Path, size: int) -> None:

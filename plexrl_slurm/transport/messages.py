@@ -75,11 +75,24 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     restarts: int = 0
 
 
+class ImageFault(msgspec.Struct, frozen=True):
+    """A copy on a disk of the node that does not match its checksums."""
+
+    wpg: str
+    deployment: str
+    progress: tuple[int, int]
+    reason: str
+    #: It was deleted, because the image is complete elsewhere.
+    dropped: bool
+
+
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
     """The agent lives."""
 
     agent: str
     epoch: int
+    #: Damage that it has found and that no newer image has replaced.
+    faults: list[ImageFault] = []
 
 
 class WpgChanged(msgspec.Struct, frozen=True, tag="wpg"):

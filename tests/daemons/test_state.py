@@ -17,6 +17,7 @@ from plexrl_slurm.db import checkpoints
 from plexrl_slurm.db.models import CheckpointKind
 from plexrl_slurm.memory import checkpoint
 from plexrl_slurm.memory.checkpoint import MANIFEST, Manifest, RankFile
+from plexrl_slurm.transport import messages as tm
 from tests.daemons.holds_bench import Daemon, World, world_in
 
 Scene = Callable[[World], Coroutine[Any, Any, None]]
@@ -107,6 +108,30 @@ def test_an_image_is_told_with_each_tier_that_it_is_in(play: Play) -> None:
             {"tier": "host", "seq": 4, "part": 1, "bytes": 710},
             {"tier": "durable", "seq": 2, "part": 0, "bytes": 0},
         ]
+
+    play(scene)
+
+
+def test_a_damaged_copy_is_told_while_its_agent_says_so(play: Play) -> None:
+    async def scene(world: World) -> None:
+        daemon, job, model = await trained(world)
+        found, agent = next(iter(daemon.hub.agents.items()))
+        fault = tm.ImageFault(
+            wpg="train-0", deployment=model, progress=(4, 0), reason="block 3", dropped=True
+        )
+        daemon.hub._heard(found, tm.Beat(agent=agent.name, epoch=agent.epoch, faults=[fault]))
+        for told in (
+            await daemon.service.job_state(owner(job), job.id),
+            await daemon.service.partition_state(owner(job)),
+        ):
+            assert told["faults"] == [
+                {
+                    "id": model, "node": agent.place.node, "seq": 4, "part": 0,
+                    "reason": "block 3", "dropped": True,
+                }
+            ]  # fmt: skip
+        daemon.hub._heard(found, tm.Beat(agent=agent.name, epoch=agent.epoch))
+        assert (await daemon.service.job_state(owner(job), job.id))["faults"] == []
 
     play(scene)
 
