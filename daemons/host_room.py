@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.errors import BadImage, PlexError
@@ -19,6 +20,8 @@ from plexrl_slurm.memory.nvme import Gate
 log = logging.getLogger(__name__)
 
 _Key = tuple[str, str]
+#: After a disk was full or broken, copies to it are tried again after this.
+REST_US: Final = 30_000_000
 
 
 class HostRoom:
@@ -45,6 +48,8 @@ class HostRoom:
         self.prefetcher = Prefetcher(self)
         self._deciding = asyncio.Lock()
         #: Of the copy that is made in the background.
+        #: A disk that failed is not asked for so long.
+        self._resting_us = 0
         self._copied = asyncio.Event()
         self._copied.set()
 
@@ -240,13 +245,15 @@ class HostRoom:
         """To NVMe, if that has room or gets it; what is in memory stays there."""
         store = self._stores[wpg]
         held = store.find(deployment)
-        if held is None or not self._make_room_below(held.bytes):
+        if held is None or now_us() < self._resting_us or not self._make_room_below(held.bytes):
             return False
         store.pin(held.slot)
         try:
             await self.nvme.write(wpg, held, store.paths(held.slot))
         except (PlexError, OSError) as problem:
             say(log, "image_not_copied", wpg=wpg, deployment=deployment, reason=str(problem))
+            if not isinstance(problem, BadImage):  # the disk: say it once in a while
+                self._resting_us = now_us() + REST_US
             return False
         finally:
             store.unpin(held.slot)

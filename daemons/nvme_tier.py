@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from plexrl_slurm.core.errors import BadImage, Denied
-from plexrl_slurm.daemons.folders import locked, refuse_foreign
+from plexrl_slurm.core.errors import BadImage, Denied, StorageFailed
+from plexrl_slurm.daemons.folders import is_there, locked, refuse_foreign
 from plexrl_slurm.filesystems import network_kind
 from plexrl_slurm.logs import say
 from plexrl_slurm.memory import disk, nvme
@@ -126,6 +126,8 @@ class NvmeTier:
 
         Raises ``BadImage``, ``StorageFull`` and ``StorageFailed``.
         """
+        if self._lock is not None and not is_there(self._lock, self._home):
+            raise StorageFailed(str(self._home), "the folder was deleted or unmounted")
         world = f"world-{len(slabs)}"
         folder = folder_of(self._images / wpg / world, held.deployment, held.progress)
         self._coming += held.bytes

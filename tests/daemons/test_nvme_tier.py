@@ -175,6 +175,46 @@ def test_a_disk_that_fails_leaves_every_image_in_memory(
     asyncio.run(scene())
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
+def test_a_disk_that_fails_is_said_in_one_sentence_and_rests(
+    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    async def scene() -> None:
+        tier = await filled(tmp_path, *"ab")
+        with monkeypatch.context() as patch, caplog.at_level("INFO"):
+            patch.setattr(os, "pwrite", fail)
+            for name in "cde":
+                await save(tier, name)
+                await tier.idle(quiet=lambda: True)
+        lines = [line for line in caplog.messages if line.startswith("image_not_copied")]
+        assert len(lines) == 1 and all_of(tier) == dict.fromkeys("abcde", (1, 0))
+        assert tier._room is not None
+        tier._room._resting_us = 0
+        await tier.idle(quiet=lambda: True)
+        await save(tier, "a", seq=2)
+        assert on_nvme(tier) and len(all_of(tier)) == 5
+
+    asyncio.run(scene())
+
+
+def test_a_folder_that_is_unmounted_is_not_made_again_on_the_disk_below(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scene() -> None:
+        tier = await filled(tmp_path, *"ab")
+        (tmp_path / "nvme" / "n1").rename(tmp_path / "elsewhere")
+        with caplog.at_level("INFO"):
+            await save(tier, "c")
+        assert in_memory(tier) == {"a", "b", "c"}
+        assert not (tmp_path / "nvme" / "n1").exists()
+        assert any("deleted or unmounted" in line for line in caplog.messages)
+
+    asyncio.run(scene())
+
+
 def test_a_full_nvme_gives_up_what_is_in_memory_as_well_and_no_last_copy(tmp_path: Path) -> None:
     async def scene() -> None:
         tier = await filled(tmp_path, *"abcd", slots=2, copies=3)

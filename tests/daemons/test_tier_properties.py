@@ -48,6 +48,8 @@ async def life(world: World, *, events: int, kills: float, cuts: float) -> None:
         elif what < 0.9:
             world.spawn(world.tier.idle(quiet=lambda: rng.random() < 0.8))
         elif what < 0.93:
+            world.spawn(world.scrub())
+        elif what < 0.96:
             world.drop(rng.choice(names))
         await world.turn()
         if rng.random() < kills:

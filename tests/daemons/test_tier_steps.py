@@ -24,6 +24,7 @@ async def life(world: World) -> None:
     if world.complete:
         world.expect(next(iter(world.complete)))
         await world.settle()
+    await attempt(world, world.scrub())
     world.drop(first)
     await attempt(world, world.save())
     world.check()

@@ -17,7 +17,9 @@ from typing import Any
 
 import pytest
 
+from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.errors import PlexError
+from plexrl_slurm.daemons import host_room
 from plexrl_slurm.daemons.host_tier import HostTier, Passage
 from plexrl_slurm.daemons.nvme_tier import NvmeTier
 from plexrl_slurm.memory import disk as seam
@@ -107,6 +109,7 @@ class World:
         monkeypatch.setattr(nvme, "BLOCK", 8192)
         monkeypatch.setattr(nvme, "_each", lambda work, blocks: [work(each) for each in blocks])
         monkeypatch.setattr(asyncio, "to_thread", self._to_thread)
+        monkeypatch.setattr(host_room, "REST_US", 0)
 
     def _pause(self) -> None:
         worker = self._threads.get(threading.get_ident())
@@ -315,6 +318,12 @@ class World:
         """The scheduler's hint; the agent prepares while nothing moves."""
         order = tm.ExpectOrder(epoch=1, wpg=WPG, deployment=name)
         self.spawn(self.tier.expect(order, quiet=lambda: not self.lane.locked()))
+
+    async def scrub(self) -> None:
+        """Read a copy again, as if its time had come; nothing is damaged here."""
+        assert self.tier._scrubber is not None
+        self.tier._scrubber._every_us = 1
+        await self.tier._scrubber.once(now_us() + 1_000_000_000)
 
     def step(self) -> None:
         """The resident learns."""
