@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from plexrl_slurm.daemons.host_tier import HostTier
 from plexrl_slurm.daemons.nvme_tier import NvmeTier
+from plexrl_slurm.daemons.part_tier import PartTier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +45,9 @@ class AgentConfig:
         """Folders that this agent alone owns."""
         return [Path(folder) for folder in (self.host_dir, self.nvme_dir) if folder]
 
-    def tier(self, writer: str) -> HostTier:
+    def tier(self, writer: str) -> PartTier:
         """The host tier, and what lies below it."""
-        return HostTier(
+        return PartTier(
             Path(self.host_dir),
             snapshots=self.snapshots,
             writer=writer,

@@ -5,6 +5,8 @@ the gang was lost, in none: that the gang is down was said.
 import contextlib
 from collections.abc import Awaitable, Callable, Collection
 
+import msgspec
+
 from plexrl_slurm.core.errors import PlexError
 from plexrl_slurm.daemons.gang import Gang, GangLost
 from plexrl_slurm.daemons.host_tier import HostTier
@@ -74,7 +76,10 @@ class Orders:
             self._tidy()
         if gang.trains:
             self._took_effect(order, ok=all(answer.ok for answer in answers))
-        await self._report(self._done(order.id, order.wpg, "run", answers, order.call, order.part))
+        done = self._done(order.id, order.wpg, "run", answers, order.call, order.part)
+        if gang.config.number:  # the node of rank 0 tells it
+            done = msgspec.structs.replace(done, result=b"")
+        await self._report(done)
 
     def _took_effect(self, order: tm.RunOrder, *, ok: bool) -> None:
         """Note how far the device's state is; a failed call is passed without an effect."""
@@ -100,14 +105,17 @@ class Orders:
                 await self._report(self._done(order.id, order.wpg, "switch", answers))
             return
         self._tier.returns(order.incoming)
-        passage, error = None, f"no image of {order.incoming}"
+        passage, left, error = None, None, f"no image of {order.incoming}"
         try:
             passage = await self._tier.begin_switch(order)
+            left = passage.left
         except PlexError as problem:
             error = str(problem)
         if passage is None or passage.held is None:
+            if left is not None and left.damaged:
+                error += f": {'; '.join(left.damaged)}"
             answer = ranklink.Answer(order.id, False, error=error)
-            await self._report(self._done(order.id, order.wpg, "switch", [answer]))
+            await self._report_switch(order, [answer], left)
             return
         operations: list[ranklink.Operation] = [
             ranklink.Load(
@@ -132,7 +140,16 @@ class Orders:
             self.progress[order.wpg] = passage.held.progress
         else:
             self.resident.pop(order.wpg, None)
-        await self._report(self._done(order.id, order.wpg, "switch", answers))
+        await self._report_switch(order, answers, left)
+
+    async def _report_switch(
+        self,
+        order: tm.SwitchOrder,
+        answers: list[ranklink.Answer],
+        left: tm.ImagesLeft | None,
+    ) -> None:
+        done = self._done(order.id, order.wpg, "switch", answers)
+        await self._report(msgspec.structs.replace(done, deployment=order.incoming, left=left))
 
     async def save(self, order: tm.SaveOrder) -> None:
         """An image of the resident, which stays."""
@@ -153,10 +170,16 @@ class Orders:
 
     async def persist(self, order: tm.PersistOrder) -> None:
         """The newest image to the durable tier."""
-        progress, ok, error, size = (0, 0), True, "", 0
+        progress, ok, error, size, left = (0, 0), True, "", 0, None
         try:
-            held = await self._tier.persist(order)
-            progress, size = held.progress, held.bytes
+            found = await self._tier.persist(order)
+            if found.held is not None:
+                progress, size = found.held.progress, found.held.bytes
+            else:
+                damaged = list(found.damaged)
+                ok, error = False, "; ".join(damaged) or f"no image of {order.deployment}"
+                # What it goes on from is the durable image.
+                left = tm.ImagesLeft(image=order.known, durable=order.known, damaged=damaged)
         except (PlexError, KeyError, OSError) as problem:
             ok, error = False, str(problem)
         await self._report(
@@ -170,8 +193,22 @@ class Orders:
                 progress=progress,
                 error=error,
                 moved_bytes=size,
+                left=left,
             )
         )
+
+    async def evict(self, order: tm.EvictOrder) -> None:
+        """An image out of host memory."""
+        ok, error, size = True, "", 0
+        try:
+            size = await self._tier.evict(order)
+        except (PlexError, OSError) as problem:
+            ok, error = False, str(problem)
+        done = tm.Done(
+            number=self._number(), wpg=order.wpg, order=order.id, what="evict", ok=ok,
+            deployment=order.deployment, error=error, moved_bytes=size,
+        )  # fmt: skip
+        await self._report(done)
 
     def _done(
         self,

@@ -6,13 +6,15 @@ script; exits 0 only when it is told that the hold is given back.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ from plexrl_slurm.daemons.agent_config import AgentConfig, devices_of, visible_g
 from plexrl_slurm.daemons.agent_orders import Orders
 from plexrl_slurm.daemons.folders import tidy_siblings
 from plexrl_slurm.daemons.gang import Gang
+from plexrl_slurm.daemons.gang_part import GangPart
+from plexrl_slurm.daemons.part_orders import PartOrders
 from plexrl_slurm.engines import ranklink
 from plexrl_slurm.logs import say
 from plexrl_slurm.transport import messages as tm
@@ -34,6 +38,8 @@ from plexrl_slurm.transport.links import AgentLink, Inbox
 log = logging.getLogger(__name__)
 
 BEAT_S = 1.0
+#: Longest wait for an image of a WPG on several nodes before a hello.
+STILL_S = 10.0
 
 
 class Agent:
@@ -48,6 +54,8 @@ class Agent:
         self._still.set()
         self._number = 0
         self._unacknowledged: dict[int, tm.Done | tm.WpgChanged] = {}
+        #: What the daemon was told last of the images here.
+        self._said: tm.Stock | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
         #: The hold is given back, and the host tier with it.
@@ -58,6 +66,13 @@ class Agent:
         self._tier = config.tier(f"{config.agent}.{self._epoch}")
         self._orders = Orders(
             self._tier, report=self._report, number=self._next_number, tidy=self._tidy
+        )
+        self._parts = PartOrders(
+            self._tier,
+            self._orders,
+            report=self._report,
+            send=lambda ready: self._link.send(ready),
+            number=self._next_number,
         )
         self._private = Path(tempfile.mkdtemp(prefix="plexrl-agent-"))
         self._context = zmq.asyncio.Context()
@@ -116,7 +131,7 @@ class Agent:
                 case _ if command.epoch < self._daemon_epoch:
                     say(log, "old_daemon_ignored", epoch=command.epoch)
                 case tm.Welcome():
-                    self._daemon_epoch = command.epoch
+                    self._daemon_epoch, self._said = command.epoch, None
                     self._welcome(command)
                 case tm.SwitchOrder():
                     self._begin(command, self._orders.switch(command))
@@ -133,9 +148,18 @@ class Agent:
                         if (wpg, call) == (command.wpg, command.call):
                             await self._orders.gangs[wpg].abort(order)
                 case tm.PersistOrder():
-                    self._spawn(self._orders.persist(command))
+                    by = self._parts if command.share else self._orders
+                    self._spawn(by.persist(command))
                 case tm.ExpectOrder():
                     self._spawn(self._tier.expect(command, quiet=self._still.is_set))
+                case tm.EvictOrder():
+                    self._spawn(self._orders.evict(command))
+                case tm.PrepareOrder() | tm.StartOrder() | tm.SettleOrder():
+                    if (rest := self._parts.work(command)) is not None:
+                        self._spawn(rest)
+                case tm.FetchOrder():
+                    if (rest := self._parts.work(command)) is not None:
+                        self._move(rest)
                 case tm.DropOrder():
                     self._tier.drop(command)
                     self._tidy()
@@ -148,6 +172,9 @@ class Agent:
         if not self._orders.may_run(order):
             work.close()
             return
+        self._move(self._parts.moving(order.wpg, work))
+
+    def _move(self, work: Coroutine[Any, Any, None]) -> None:
         self._moving += 1
         self._still.clear()
         self._spawn(self._moved(work))
@@ -166,7 +193,10 @@ class Agent:
         self._tier.drop_again(quiet=self._moving == 0)
 
     async def _say_hello(self) -> None:
-        await self._still.wait()
+        # Ranks that wait for others, which may never come, must not keep the agent silent.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STILL_S if self._parts.busy() else None):
+                await self._still.wait()
         finished = [
             report
             for report in self._unacknowledged.values()
@@ -191,11 +221,11 @@ class Agent:
                 wpgs=[
                     tm.WpgHeld(
                         name=name,
-                        state=gang.state,
+                        state="moving" if name in self._parts.busy() else gang.state,
                         resident=self._orders.resident.get(name, ""),
                         progress=self._orders.progress.get(name, (0, 0)),
                         running=running[name],
-                        incarnation=gang.incarnation,
+                        incarnation=gang.newest,
                         pids=gang.pids,
                     )
                     for name, gang in self._orders.gangs.items()
@@ -215,22 +245,30 @@ class Agent:
             if devices is None:
                 self._lacks_gpus(config)
                 continue
-            gang = Gang(
-                config,
-                models=welcome.models,
-                endpoint=self._ranks_endpoint,
-                folder=Path(self._config.state_dir) / "ranks",
-                specs=self._private,
-                writer=self._tier.writer,
-                send=self._send_rank,
-                changed=self._gang_changed,
-                devices=devices,
-            )
+            gang = self._gang(config, welcome.models, devices)
             self._orders.gangs[config.name] = gang
-            if gang.trains:
+            if config.nodes > 1:
+                self._tier.part(config.name, world=config.world, ranks=config.ranks)
+            elif gang.trains:
                 self._tier.store(config.name, config.world)
             gang.start()
         self._tier.keep_only(deployments=welcome.deployments, snapshots=welcome.snapshots)
+
+    def _gang(self, config: tm.WpgConfig, models: dict[str, dict[str, Any]], devices: str) -> Gang:
+        make: Callable[..., Gang] = Gang
+        if config.nodes > 1:
+            make = partial(GangPart, ready=lambda p, n: self._spawn(self._parts.ready(p, n)))
+        return make(
+            config,
+            models=models,
+            endpoint=self._ranks_endpoint,
+            folder=Path(self._config.state_dir) / "ranks",
+            specs=self._private,
+            writer=self._tier.writer,
+            send=self._send_rank,
+            changed=self._gang_changed,
+            devices=devices,
+        )
 
     def _lacks_gpus(self, config: tm.WpgConfig) -> None:
         """A WPG that cannot be started here."""
@@ -269,8 +307,10 @@ class Agent:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(BEAT_S)
-            faults = self._tier.faults()
-            beat = tm.Beat(agent=self._config.agent, epoch=self._epoch, faults=faults)
+            stock = self._tier.stock()
+            news = stock if stock != self._said else None
+            self._said = stock
+            beat = tm.Beat(agent=self._config.agent, epoch=self._epoch, stock=news)
             await self._link.send(beat)
 
     # -- ranks -------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from plexrl_slurm.clock import now_us
-from plexrl_slurm.core.errors import BadImage, PlexError
+from plexrl_slurm.core.errors import BadImage, BadInput, PlexError
 from plexrl_slurm.core.tiers import Eviction, How, Tier, TieredImage, choose, next_use_us
 from plexrl_slurm.daemons.nvme_tier import Copy, NvmeTier
 from plexrl_slurm.daemons.prefetch import Prefetcher
@@ -93,6 +93,7 @@ class HostRoom:
             slot = await self.begin(wpg, deployment, size=copy.bytes)
             try:
                 await self._read(copy, slot)
+                say(log, "image_came_back", wpg=wpg, deployment=deployment, bytes=copy.bytes)
             except (PlexError, OSError) as error:
                 if self.nvme.find(wpg, deployment) is not copy:  # overtaken while it was read
                     continue
@@ -123,11 +124,35 @@ class HostRoom:
         await self._read(copy, slot, gate=gate)
         return store.find(copy.deployment) is not None
 
+    async def push(self, wpg: str, deployment: str) -> int:
+        """Have an image on NVMe only; the bytes that memory gets back. Raises ``BadInput``."""
+        store = self._stores[wpg]
+        async with self._deciding:
+            held, copy = store.find(deployment), self.nvme.find(wpg, deployment)
+            if held is None:
+                where = "it is on NVMe already" if copy is not None else "the node has no image"
+                raise BadInput(f"it is not in host memory ({where})")
+            if store.is_pinned(held.slot):
+                raise BadInput("it is being read just now: try again")
+            copied = copy is not None and copy.progress == held.progress
+            if not copied and not await self._copy(wpg, deployment):
+                raise BadInput(
+                    f"it could not be copied to NVMe, of whose {self.nvme.limit} bytes "
+                    f"{self.nvme.used} are in use: see the agent's log, or raise nvme_bytes"
+                )
+            if store.find(deployment) is not held or store.is_pinned(held.slot):
+                raise BadInput("it was used meanwhile: try again")
+            store.release(deployment)
+        return held.bytes
+
     async def _read(self, copy: Copy, slot: int, *, gate: Gate | None = None) -> None:
         """Into a slot that was begun."""
         store = self._stores[copy.wpg]
         try:
-            await self.nvme.read(copy, store.paths(slot), gate=gate)
+            try:
+                await self.nvme.read(copy, store.paths(slot), gate=gate)
+            except BadImage:  # it is not the disk that errs every time
+                await self.nvme.read(copy, store.paths(slot), gate=gate)
             if self.nvme.find(copy.wpg, copy.deployment) is copy:  # not dropped meanwhile
                 store.commit(slot, deployment=copy.deployment, progress=copy.progress)
         finally:

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -128,6 +129,15 @@ def load(
     failure: PlexError | None = None
     try:
         manifest = checkpoint.read_manifest(path, uri)
+        if manifest.weights_only:
+            _check_weights(manifest, model, path, gang, optimizer=optimizer)
+    except PlexError as error:
+        failure = error
+    gang.share_failure(failure)
+    if manifest.weights_only:
+        skeleton.reset(replace(model, path=str(path)))
+        return manifest.bytes
+    try:
         _check_fit(manifest, model, gang.world, sharded=skeleton.layout.stage == 3)
         checkpoint.check_file(path, manifest.files[gang.rank], uri)
     except PlexError as error:
@@ -147,18 +157,36 @@ def load(
     return sum(tensor.numel() * tensor.element_size() for tensor in wanted.values())
 
 
-def _check_fit(manifest: Manifest, model: ModelSpec, world: int, *, sharded: bool) -> None:
-    if manifest.architecture != model.architecture:
+def _check_weights(
+    manifest: Manifest, model: ModelSpec, path: Path, gang: Gang, *, optimizer: bool
+) -> None:
+    """Of weights that came from outside; one rank reads them for all."""
+    if optimizer:
         raise BadInput(
-            f"{manifest.uri} is of architecture {manifest.architecture} ({manifest.dtype}) and "
-            f"model {model.name} of {model.architecture} ({model.dtype}); load it into a "
-            f"deployment of the same base model"
+            f"{manifest.uri} was imported and has no optimizer state: load it without the optimizer"
         )
+    _check_architecture(manifest, model)
+    if gang.rank == 0:
+        for file in manifest.files:
+            checkpoint.check_file(path, file, manifest.uri)
+
+
+def _check_fit(manifest: Manifest, model: ModelSpec, world: int, *, sharded: bool) -> None:
+    _check_architecture(manifest, model)
     if (manifest.world, manifest.sharded) != (world, sharded):
         there, here = _stage(manifest.sharded), _stage(sharded)
         raise BadInput(
             f"{manifest.uri} was saved by {manifest.world} ranks at {there} and this WPG has "
             f"{world} at {here}; load it on a WPG of {manifest.world} ranks at {there}"
+        )
+
+
+def _check_architecture(manifest: Manifest, model: ModelSpec) -> None:
+    if manifest.architecture != model.architecture:
+        raise BadInput(
+            f"{manifest.uri} is of architecture {manifest.architecture} ({manifest.dtype}) and "
+            f"model {model.name} of {model.architecture} ({model.dtype}); load it into a "
+            f"deployment of the same base model"
         )
 
 

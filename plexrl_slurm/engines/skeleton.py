@@ -14,7 +14,7 @@ import ctypes
 import io
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from torch import Tensor
 from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import BadInput
 from plexrl_slurm.core.zero import ZeroLayout
+from plexrl_slurm.engines import storages
 from plexrl_slurm.engines.batching import MicroBatch
 from plexrl_slurm.engines.buffers import Buffers, ShardedWeights, WholeWeights
 from plexrl_slurm.engines.policy import Policy
@@ -52,17 +53,6 @@ _BUCKET_ELEMENTS: Final = 1 << 24
 def dtype_name(tensor: Tensor) -> str:
     """``float32``, ``bfloat16``, …"""
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def copy_bytes(to: Tensor, source: Tensor) -> int:
-    """Copy between contiguous tensors of one dtype and size; returns the bytes."""
-    size: int = source.numel() * source.element_size()
-    if to.device.type == source.device.type == "cpu":
-        # memcpy streams past the cache, which copy_ does not.
-        ctypes.memmove(to.data_ptr(), source.data_ptr(), size)
-    else:
-        to.reshape(-1).view(torch.uint8).copy_(source.reshape(-1).view(torch.uint8))
-    return size
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -111,7 +101,9 @@ class Skeleton:
         for master in self._buffers.masters:
             # What AdamW would make in its first step, so that images can be copied into it.
             self._inner.state[master] = {
-                "step": 0 if layout.offload_optimizer else torch.zeros((), dtype=torch.float32),
+                "step": 0
+                if layout.offload_optimizer
+                else torch.zeros((), dtype=torch.float32, device=master.device),
                 "exp_avg": torch.zeros_like(master.detach()),
                 "exp_avg_sq": torch.zeros_like(master.detach()),
             }
@@ -119,6 +111,8 @@ class Skeleton:
         self.open = False
         #: Where gradients of a loaded open step live.
         self._slots: dict[str, Tensor] = {}
+        #: Its memory, while it sleeps.
+        self._released: storages.Released | None = None
         self._fresh = self.counters()
 
     # -- the state ---------------------------------------------------------------------------
@@ -189,25 +183,30 @@ class Skeleton:
     def prepare(
         self, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
     ) -> dict[str, Tensor]:
-        """Where the tensors of an image with this table belong; moments it lacks are zeroed.
+        """Where the tensors of an image with this table belong; :meth:`settle` comes after them.
 
         Whatever gradients were there are forgotten. Raises ``KeyError`` for a foreign name.
         """
-        places = {**self.weights(), **self.masters()}
-        if any(name in tensors for name in self.moments()):
-            places |= self.moments()
-        else:
-            self.reset_moments()
+        places = {**self.weights(), **self.masters(), **self.moments()}
         self._buffers.forget_gradients()
         grads = {name: shape for name, shape in tensors.items() if name.startswith("grad.")}
         for name, (dtype, shape) in grads.items():
             places[name] = self._buffers.place(name, partial(self._slot, name, dtype, shape))
         return {name: places[name] for name in tensors}
 
-    def _slot(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    def _slot(
+        self, name: str, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
+    ) -> Tensor:
         if name not in self._slots:
-            self._slots[name] = torch.empty(shape, dtype=dtype)
+            self._slots[name] = torch.empty(shape, dtype=dtype, device=device)
         return self._slots[name]
+
+    def settle(self, tensors: Collection[str], counters: Mapping[str, int]) -> None:
+        """All tensors of an image are in place: moments that it lacks are zero."""
+        if not any(name in tensors for name in self.moments()):
+            self.reset_moments()
+        self.set_counters(counters)
+        self.refresh()
 
     def reset_moments(self) -> None:
         """Zero moments and step, as before the first optimizer step."""
@@ -244,15 +243,28 @@ class Skeleton:
         """
         return list(self._buffers.named())
 
-    def release(self) -> None:
-        """Give the memory back; the skeleton cannot be used any more.
+    @property
+    def bytes(self) -> int:
+        """What its tensors take on this rank."""
+        return storages.bytes_of(self._tensors())
 
-        DeepSpeed's hooks keep an engine alive that nobody holds, so its storages go first.
-        """
+    def sleep(self) -> None:
+        """Give the memory back; what was in it is gone, until :meth:`wake` and a new content."""
+        if self._released is None:
+            self._released = storages.Released(self._tensors())
+            self._slots.clear()
+            self._buffers.forget_gradients()
+            self.open = False
+
+    def wake(self) -> None:
+        """Take the memory again, for :meth:`reset` or :meth:`prepare` to fill."""
+        if self._released is not None:
+            self._released.take()
+            self._released = None
+
+    def _tensors(self) -> list[Tensor]:
         state = {**self.moments(), **self.gradients()}
-        for tensor in (*self._buffers.all(), *state.values(), *self._slots.values()):
-            tensor.untyped_storage().resize_(0)
-        self._engine.destroy()
+        return [*self._buffers.all(), *state.values(), *self._slots.values()]
 
     # -- computing ---------------------------------------------------------------------------
 

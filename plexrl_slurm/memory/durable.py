@@ -26,7 +26,7 @@ from plexrl_slurm.memory.files import (
 from plexrl_slurm.memory.slab import PRELUDE_BYTES, put_prelude, read_header, unmarked, used_bytes
 
 _CHUNK: Final = 8 << 20
-_MANIFEST: Final = "manifest.json"
+MANIFEST: Final = "manifest.json"
 
 
 class RankFile(msgspec.Struct, frozen=True):
@@ -72,17 +72,12 @@ def write_image(folder: Path, slabs: Sequence[Path], *, writer: str) -> Manifest
     disk.disk.remove_tree(part)
     disk.disk.make_folder(part)
     try:
-        files = []
-        for rank, slab in enumerate(slabs):
-            name, size = f"rank-{rank}.slab", used_bytes(slab)
-            with storage_errors(part, size):
-                crc = _write_file(part / name, _chunks(slab, size))
-            files.append(RankFile(name=name, bytes=size, crc32=crc))
+        files = [write_rank(part, slab, rank) for rank, slab in enumerate(slabs)]
         manifest = Manifest(
             deployment=header.deployment, progress=header.progress, files=tuple(files)
         )
-        write_bytes(part / _MANIFEST, msgspec.json.encode(manifest))
-        if (folder / _MANIFEST).exists():
+        write_bytes(part / MANIFEST, msgspec.json.encode(manifest))
+        if (folder / MANIFEST).exists():
             sync_folder(folder.parent)  # whoever gave it its name may have died before that
         else:
             publish_folder(part, folder)
@@ -107,29 +102,41 @@ def _write_file(path: Path, chunks: Iterator[bytes]) -> int:
     return crc
 
 
+def write_rank(part: Path, slab: Path, rank: int) -> RankFile:
+    """Copy one rank's complete slab into an image that is not finished."""
+    name, size = f"rank-{rank}.slab", used_bytes(slab)
+    with storage_errors(part, size):
+        crc = _write_file(part / name, _chunks(slab, size))
+    return RankFile(name=name, bytes=size, crc32=crc)
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Raises ``BadImage`` if there is no complete image."""
     try:
-        return msgspec.json.decode(disk.disk.read_file(folder / _MANIFEST), type=Manifest)
+        return msgspec.json.decode(disk.disk.read_file(folder / MANIFEST), type=Manifest)
     except OSError as error:
         raise BadImage(str(folder), f"cannot be read ({error.strerror})") from error
     except msgspec.DecodeError as error:
         raise BadImage(str(folder), f"has an unreadable manifest ({error})") from error
 
 
-def read_image(folder: Path, slabs: Sequence[Path]) -> Manifest:
+def read_image(
+    folder: Path, slabs: Sequence[Path], *, first: int = 0, world: int | None = None
+) -> Manifest:
     """Copy the image in ``folder`` into slabs, which are valid only once all is there and checked.
 
-    A slab that exists is overwritten in place: ranks keep their mapping of it.
+    A slab that exists is overwritten in place: ranks keep their mapping of it. ``first``: the rank
+    of the first slab, if another node has ranks, too; ``world``: of all.
     """
-    manifest = read_manifest(folder)
-    if len(manifest.files) != len(slabs):
+    manifest, ranks = read_manifest(folder), world or len(slabs)
+    if len(manifest.files) != ranks:
         raise BadImage(
             str(folder),
-            f"is of {len(manifest.files)} ranks, and {len(slabs)} are to load it",
+            f"is of {len(manifest.files)} ranks, and {ranks} are to load it",
         )
     preludes = []
-    for file, slab in zip(manifest.files, slabs, strict=True):
+    mine = manifest.files[first : first + len(slabs)]
+    for file, slab in zip(mine, slabs, strict=True):
         preludes.append(_read_slab(folder / file.name, file, slab))
     for prelude, slab in zip(preludes, slabs, strict=True):
         put_prelude(slab, prelude)
@@ -165,6 +172,26 @@ def keep_newest(durable: Path, deployment: str, progress: tuple[int, int]) -> No
             _delete(folder)
 
 
+def folders_of(home: Path) -> list[Path]:
+    """Images of a deployment, the newest first; ``home``: see :func:`home_of`."""
+    return sorted(home.glob("[0-9]*"), reverse=True)
+
+
+def progress_of(folder: Path) -> tuple[int, int]:
+    """The progress of the image in a folder, which its name says."""
+    seq, _, part = folder.name.partition(".")
+    return int(seq), int(part)
+
+
+def set_aside(folder: Path) -> None:
+    """A damaged image gets a name under which nobody looks for one; it goes with its deployment."""
+    aside = folder.with_name(f"damaged-{folder.name}")
+    disk.disk.remove_tree(aside)
+    if folder.exists():
+        disk.disk.rename(folder, aside)
+        sync_folder(folder.parent)
+
+
 def drop_images(durable: Path, deployment: str) -> None:
     """Delete all images of a deployment."""
     home = home_of(durable, deployment)
@@ -176,7 +203,7 @@ def drop_images(durable: Path, deployment: str) -> None:
 def _delete(folder: Path) -> None:
     """The manifest first, so that half an image is none."""
     with suppress(OSError):
-        disk.disk.remove(folder / _MANIFEST)
+        disk.disk.remove(folder / MANIFEST)
     disk.disk.remove_tree(folder)
 
 

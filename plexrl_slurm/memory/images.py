@@ -9,6 +9,7 @@ every instant each has a complete image or none yet.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from plexrl_slurm.core.errors import BadImage
 from plexrl_slurm.memory import disk
@@ -27,6 +28,9 @@ class Held:
 
 class ImageStore:
     """Slots of one WPG. Not thread-safe; one agent owns it."""
+
+    #: Whether an image of which all is here is complete.
+    whole_here: ClassVar[bool] = True
 
     def __init__(self, folder: Path, *, world: int) -> None:
         self._folder, self._world = folder, world
@@ -116,6 +120,10 @@ class ImageStore:
                 prelude = file.read(PRELUDE_BYTES)
             put_prelude(path, unmarked(prelude))
 
+    def forget(self, deployment: str) -> None:
+        """Its slab turned out to be damaged, and is free."""
+        self._held.pop(deployment, None)
+
     def _taken(self) -> set[int]:
         return {held.slot for held in self._held.values()} | self._writing | self._pinned.keys()
 
@@ -136,13 +144,10 @@ class ImageStore:
         self._writing.discard(slot)
 
     def drop(self, deployment: str) -> None:
-        """Forget an image; its slab stays warm for the next one unless there are many free."""
+        """Forget an image; its slab stays warm for the next one unless another is free."""
         self._held.pop(deployment, None)
-        taken = self._taken()
-        free = [slot for slot in self._slots_on_disk() if slot not in taken]
-        for slot in free[2:]:
-            for path in self.paths(slot):
-                disk.disk.remove(path)
+        for slot in self.free_slots()[1:]:
+            self.delete(slot)
 
     def keep_only(self, deployments: Iterable[str]) -> None:
         """Drop every image of a deployment that is not named."""

@@ -56,7 +56,7 @@ def test_each_copy_is_read_once_in_its_time(tmp_path: Path) -> None:
         assert copies >= 2
         assert await scrub(tier, days=2) == 0
         assert await scrub(tier) == copies
-        assert await scrub(tier) == 0 and tier.faults() == []
+        assert await scrub(tier) == 0 and tier.stock().faults == []
 
     asyncio.run(scene())
 
@@ -68,7 +68,7 @@ def test_a_damaged_copy_goes_if_memory_has_the_image(tmp_path: Path) -> None:
         (name,) = on_nvme(tier) & in_memory(tier)
         damage(tmp_path, name)
         await scrub(tier)
-        (fault,) = tier.faults()
+        (fault,) = tier.stock().faults
         assert fault.dropped and fault.deployment == name and "block 0" in fault.reason
         assert on_nvme(tier) == set() and len(all_of(tier)) == 2
         await bring(tier, name)
@@ -90,7 +90,7 @@ def test_a_damaged_copy_goes_if_the_durable_tier_has_the_image(tmp_path: Path) -
         assert "a" not in in_memory(tier)
         damage(tmp_path, "a")
         await scrub(tier)
-        assert [fault.dropped for fault in tier.faults()] == [True]
+        assert [fault.dropped for fault in tier.stock().faults] == [True]
         assert "a" not in on_nvme(tier)
 
     asyncio.run(scene())
@@ -103,10 +103,10 @@ def test_the_last_copy_stays_though_it_is_damaged_and_is_told_until_it_is_replac
         tier = await filled(tmp_path, *"abc")
         damage(tmp_path, "a")
         await scrub(tier)
-        (fault,) = tier.faults()
+        (fault,) = tier.stock().faults
         assert not fault.dropped and "a" in on_nvme(tier)
         await save(tier, "a", seq=2)
-        assert tier.faults() == []
+        assert tier.stock().faults == []
 
     asyncio.run(scene())
 
@@ -126,7 +126,7 @@ def test_a_disk_that_errs_once_is_not_called_damage(
         tier = await filled(tmp_path, *"abc")
         monkeypatch.setattr(os, "preadv", once)
         await scrub(tier)
-        assert errors[0] > 1 and tier.faults() == []
+        assert errors[0] > 1 and tier.stock().faults == []
 
     asyncio.run(scene())
 

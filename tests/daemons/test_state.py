@@ -11,7 +11,8 @@ import pytest
 from plexrl_slurm.api.service import Principal
 from plexrl_slurm.core.errors import BadInput, NotFound
 from plexrl_slurm.core.ids import DeploymentId
-from plexrl_slurm.daemons.shell import Durable
+from plexrl_slurm.daemons.agent_views import AgentView
+from plexrl_slurm.daemons.orders import Durable
 from plexrl_slurm.daemons.state import LiveJob, LiveSnapshot, Sampler
 from plexrl_slurm.db import checkpoints
 from plexrl_slurm.db.models import CheckpointKind
@@ -112,6 +113,11 @@ def test_an_image_is_told_with_each_tier_that_it_is_in(play: Play) -> None:
     play(scene)
 
 
+def heard(agent: AgentView, *faults: tm.ImageFault) -> tm.Beat:
+    stock = tm.Stock(images=[], faults=list(faults))
+    return tm.Beat(agent=agent.name, epoch=agent.epoch, stock=stock)
+
+
 def test_a_damaged_copy_is_told_while_its_agent_says_so(play: Play) -> None:
     async def scene(world: World) -> None:
         daemon, job, model = await trained(world)
@@ -119,7 +125,7 @@ def test_a_damaged_copy_is_told_while_its_agent_says_so(play: Play) -> None:
         fault = tm.ImageFault(
             wpg="train-0", deployment=model, progress=(4, 0), reason="block 3", dropped=True
         )
-        daemon.hub._heard(found, tm.Beat(agent=agent.name, epoch=agent.epoch, faults=[fault]))
+        daemon.hub._heard(found, heard(agent, fault))
         for told in (
             await daemon.service.job_state(owner(job), job.id),
             await daemon.service.partition_state(owner(job)),
@@ -130,7 +136,7 @@ def test_a_damaged_copy_is_told_while_its_agent_says_so(play: Play) -> None:
                     "reason": "block 3", "dropped": True,
                 }
             ]  # fmt: skip
-        daemon.hub._heard(found, tm.Beat(agent=agent.name, epoch=agent.epoch))
+        daemon.hub._heard(found, heard(agent))
         assert (await daemon.service.job_state(owner(job), job.id))["faults"] == []
 
     play(scene)

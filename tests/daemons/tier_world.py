@@ -262,6 +262,8 @@ class World:
                 if incoming in self.complete and self.disk.faults == faults:
                     raise AssertionError(f"a switch failed without a fault: {problem}") from problem
                 return
+            self._fell_back(incoming, passage.left if passage is not None else None, faults)
+            at_least = self.complete.get(incoming, at_least)
             if passage is None or passage.held is None:
                 assert at_least is None or incoming not in self.complete, f"{incoming} is lost"
                 return
@@ -344,13 +346,20 @@ class World:
             known=known,
         )  # fmt: skip
         try:
-            held = await self.tier.persist(order)
+            found = await self.tier.persist(order)
         except (PlexError, KeyError, OSError) as problem:
             if here and name in self.complete and self.disk.faults == faults:
                 raise AssertionError(f"a copy failed without a fault: {problem}") from problem
             return
-        if name in self.complete:
-            self.durable[name] = max(held.progress, known or held.progress)
+        self._fell_back(name, found.left, faults)
+        if name in self.complete and found.held is not None:
+            self.durable[name] = max(found.held.progress, known or found.held.progress)
+
+    def _fell_back(self, name: str, left: tm.ImagesLeft | None, faults: int) -> None:
+        """A disk that does not give an image, asked twice, has lost it: the daemon is told."""
+        if left is not None and left.damaged and name in self.complete:
+            assert self.disk.faults > faults + 1, f"given up without two faults: {left.damaged}"
+            self.complete[name] = left.image
 
     def drop(self, name: str) -> None:
         """Its job ended."""
