@@ -6,7 +6,7 @@ Everything that happens comes from the trace and one seed; the same input gives 
 import heapq
 from collections import defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -45,12 +45,12 @@ from plexrl_slurm.core.messages import (
     WpgUp,
 )
 from plexrl_slurm.core.policy import find_policy
-from plexrl_slurm.core.predict import Profile
 from plexrl_slurm.core.scheduler import SchedulerCore
 from plexrl_slurm.sim.cluster import Cluster, Plan
 from plexrl_slurm.sim.controller import Controller
 from plexrl_slurm.sim.job import SimJob
 from plexrl_slurm.sim.mover import Mover
+from plexrl_slurm.sim.profiles import Profiles
 from plexrl_slurm.sim.trace import TraceJob
 
 CAUSE: Final = CauseId("sim")
@@ -134,7 +134,7 @@ class World:
         self._heap: list[tuple[int, int, Callable[..., None], tuple[Any, ...]]] = []
         self._count = 0
         self._groups = 0
-        self._history: dict[tuple[str, str, str], Profile] = {}
+        self.profiles = Profiles(cluster, plan)
         #: Progress of the newest image of each deployment.
         self.images: dict[DeploymentId, tuple[int, int]] = {}
         #: Groups whose promises are to be looked at again.
@@ -271,45 +271,13 @@ class World:
         record = self.records[number]
         trace = record.job.trace
         self.backlog.arrive(
-            Waiting(member=self._member(record.job), priority=trace.priority, since_us=self.now_us)
+            Waiting(
+                member=self.profiles.member(record.job),
+                priority=trace.priority,
+                since_us=self.now_us,
+            )
         )
         self._pass = True
-
-    def _member(self, job: SimJob) -> Member:
-        trace = job.trace
-        return Member(
-            job=job.number,
-            train_gpus=trace.train.gpus,
-            rollout_gpus=trace.rollout.gpus,
-            image_bytes=trace.model.image_bytes,
-            profile=self._guess(job),
-            max_slowdown=trace.slo.max_slowdown,
-        )
-
-    def _switch_us(self, job: SimJob) -> int:
-        return 2 * self.cluster.move_us(job.trace.model.image_bytes, job.trace.train.gpus)
-
-    def _guess(self, job: SimJob) -> Profile:
-        """What is known of a job at its submission: its like's history, or a guess."""
-        known = self._history.get(_alike(job.trace))
-        if known is not None:
-            return known
-        truth = job.declared(self._switch_us(job))
-        if not self.plan.learn_steps or not self.plan.guess_sigma:
-            return truth
-        off = np.exp(self.plan.guess_sigma * self._rng.standard_normal(2))
-        phase_us = max(1, int(truth.phase_us * off[0]))
-        away_us = int((truth.step_us - (0 if truth.overlaps else truth.phase_us)) * off[1])
-        step_us = max(away_us, phase_us) if truth.overlaps else away_us + phase_us
-        return Profile(
-            step_us=max(1, step_us),
-            phase_us=phase_us,
-            function_us=min(truth.function_us, phase_us),
-            switch_us=truth.switch_us,
-            overlaps=truth.overlaps,
-            slack_us=max(0, away_us - phase_us) if truth.overlaps else 0,
-            spread_us=truth.spread_us,
-        )
 
     def _place(self, member: Member) -> Home | Why:
         return place(member, self.pools, self.plan.rules)
@@ -436,10 +404,9 @@ class World:
         """A job has taken so many steps."""
         if steps != self.plan.learn_steps:
             return
-        learned = job.measured(steps, self._switch_us(job))
-        self._history[_alike(job.trace)] = learned
+        learned = self.profiles.learn(job)
         group = self.pools.groups[self.records[job.number].group]
-        group.members[job.number] = _with(group.members[job.number], learned)
+        group.members[job.number] = replace(group.members[job.number], profile=learned)
         self.doubtful.add(group.number)
         self._pass = True
 
@@ -518,19 +485,3 @@ class World:
 
 def _train(group: int) -> WpgId:
     return WpgId(f"train-{group}")
-
-
-def _alike(trace: TraceJob) -> tuple[str, str, str]:
-    """What jobs share that are alike: the user, the model, the mode."""
-    return (trace.user, trace.model.name, trace.mode)
-
-
-def _with(member: Member, profile: Profile) -> Member:
-    return Member(
-        job=member.job,
-        train_gpus=member.train_gpus,
-        rollout_gpus=member.rollout_gpus,
-        image_bytes=member.image_bytes,
-        profile=profile,
-        max_slowdown=member.max_slowdown,
-    )
