@@ -1,7 +1,7 @@
 """Orders to agents, as messages: the outgoing half of the hub."""
 
 from plexrl_slurm.core.ids import CallId, WpgId
-from plexrl_slurm.core.messages import Call, Persist, Run, SaveImage, Switch
+from plexrl_slurm.core.messages import Call, Expect, Persist, Run, SaveImage, Switch
 from plexrl_slurm.daemons.agent_views import AgentView, WpgView
 from plexrl_slurm.daemons.gang_hub import GangHub
 from plexrl_slurm.daemons.image_stories import ImageStories
@@ -72,6 +72,14 @@ class OrderPost:
                 progress=step.progress,
             ),
         )
+
+    def hint(self, step: Expect) -> None:
+        view = self.wpgs.get(step.wpg)
+        if view is not None and view.agent:
+            order = tm.ExpectOrder(
+                epoch=self._epoch, wpg=step.wpg, deployment=step.deployment or ""
+            )
+            self._post(view.agent, order)
 
     def persist(self, step: Persist, known: Durable | None) -> None:
         view, gang = self.wpgs.get(step.wpg), self.gangs.get(step.wpg)
