@@ -316,6 +316,7 @@ class Agent:
             gang.start()
         self._links.keep_only(welcome.snapshots)
         self._tier.keep_only(deployments=welcome.deployments, snapshots=welcome.snapshots)
+        self._tier.forget_idle(self._orders.gangs)
 
     def _gang(self, config: tm.WpgConfig, models: dict[str, dict[str, Any]], devices: str) -> Gang:
         make: Callable[..., Gang] = Gang

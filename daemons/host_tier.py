@@ -1,9 +1,10 @@
 """An agent's host tier: images of its training WPGs, snapshots, and the way to the durable tier."""
 
 import asyncio
+import logging
 import shutil
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -12,13 +13,16 @@ from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.errors import BadImage, BadInput, StorageFull
 from plexrl_slurm.daemons import fallback
 from plexrl_slurm.daemons.fallback import Found, Kept
-from plexrl_slurm.daemons.folders import locked, refuse_foreign
+from plexrl_slurm.daemons.folders import locked, refuse_foreign, too_small
 from plexrl_slurm.daemons.host_room import HostRoom
 from plexrl_slurm.daemons.nvme_tier import NvmeTier
 from plexrl_slurm.daemons.snapshot_store import SnapshotStore
+from plexrl_slurm.logs import say
 from plexrl_slurm.memory import durable
 from plexrl_slurm.memory.images import Held, ImageStore
 from plexrl_slurm.transport import messages as tm
+
+log = logging.getLogger(__name__)
 
 #: Says which copies on NVMe were made of this tier's images.
 _OWNER: Final = "nvme.owner"
@@ -64,6 +68,7 @@ class HostTier:
         #: Copies to the durable tier, by deployment.
         self._copying: dict[str, asyncio.Lock] = {}
         self._lock: int | None = None
+        self._host_bytes, self._trouble = host_bytes, ""
         #: When images were last switched in or written.
         self._used_us: dict[tuple[str, str], int] = {}
         self._nvme = nvme
@@ -81,6 +86,9 @@ class HostTier:
         """
         refuse_foreign(self._host, above=3 if self._shared else 1, setting="host_dir")
         self._lock = await locked(self._host, self._make)
+        self._trouble = too_small(self._host, self._host_bytes, setting="host_bytes")
+        if self._trouble:
+            say(log, "host_tier_small", reason=self._trouble)
         self.snapshots.own()
         if self._nvme is not None and self._room is not None:
             await self._nvme.own(self._owner())
@@ -361,7 +369,7 @@ class HostTier:
             for held in store.held()
         ]
         if self._nvme is None:
-            return tm.Stock(images=found)
+            return tm.Stock(images=found, trouble=self._trouble)
         found += [
             tm.StockImage(
                 wpg=copy.wpg,
@@ -373,7 +381,12 @@ class HostTier:
             )
             for copy in self._nvme.copies()
         ]
-        return tm.Stock(images=found, nvme_used=self._nvme.used, nvme_limit=self._nvme.limit)
+        return tm.Stock(
+            images=found,
+            nvme_used=self._nvme.used,
+            nvme_limit=self._nvme.limit,
+            trouble=self._trouble,
+        )
 
     async def make_room(self, size: int) -> None:
         """For a snapshot that comes from another node, as far as that can be made."""
@@ -388,6 +401,17 @@ class HostTier:
         if self._nvme is not None:
             self._nvme.keep_only(deployments)
         self.snapshots.keep_only(snapshots)
+
+    def forget_idle(self, running: Collection[str]) -> None:
+        """Give back the memory of WPGs that an earlier agent ran and this one does not, unless it
+        has an image."""
+        for wpg, store in self.all_stores().items():
+            if wpg not in running and not list(store.held()):
+                freed = store.free_bytes()
+                for slot in store.free_slots():
+                    store.delete(slot)
+                if freed:
+                    say(log, "left_over", wpg=wpg, bytes=freed)
 
     def drop(self, order: tm.DropOrder) -> None:
         """Delete images and snapshots."""

@@ -258,7 +258,13 @@ class Shell:
         self.keep_part(call, part, ok=ok, result=result, error=error)
         self.feed(
             RunEnded(
-                at_us=now_us(), cause=CauseId(f"call {call}"), wpg=wpg, call=call, part=part, ok=ok
+                at_us=now_us(),
+                cause=CauseId(f"call {call}"),
+                wpg=wpg,
+                call=call,
+                part=part,
+                ok=ok,
+                error=error,
             )
         )
 

@@ -33,6 +33,7 @@ from plexrl_slurm.engines.device_memory import DeviceMemory
 from plexrl_slurm.engines.sampling import check_sample, top_k
 from plexrl_slurm.memory.files import part_name, storage_errors
 from plexrl_slurm.memory.slab import Slab, SlabHeader, SlabTensor
+from plexrl_slurm.model_fingerprint import check_weights
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -118,6 +119,7 @@ class FakeTrainEngine:
         if model is None:
             known = ", ".join(self._spec.models)
             raise BadInput(f"unknown model {body.base_model!r}; this WPG offers: {known}")
+        check_weights(model, body.fingerprint)
         self._deployment = deployment
         self._state = FakeState(
             base_model=model.name, weights=base_weights(model.name), moments=_hash("zero")

@@ -123,6 +123,8 @@ class Stock(msgspec.Struct, frozen=True):
     #: Bytes of all copies on NVMe, and of those that are being written; its budget, or ``None``.
     nvme_used: int = 0
     nvme_limit: int | None = None
+    #: What is wrong with the folders of its tiers, for an admin; "" if nothing is.
+    trouble: str = ""
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):

@@ -9,10 +9,11 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from plexrl_slurm.core.errors import BadImage, Denied
-from plexrl_slurm.daemons import shared_tier
+from plexrl_slurm.daemons import folders, shared_tier
 from plexrl_slurm.daemons.host_tier import HostTier
 from plexrl_slurm.memory import durable
 from plexrl_slurm.memory.files import WRITER, NamedBuffer, part_name, write_tensors
@@ -232,3 +233,64 @@ def test_an_image_that_was_copied_while_its_deployment_was_dropped_goes_too(
         assert not folder.parent.exists()
 
     play(tmp_path, scene)
+
+
+# ---- folders of dead runs, and too small ones --------------------------------------------------
+
+
+def left_by(folder: Path, name: str) -> Path:
+    """What an agent leaves that was killed."""
+    left = folder / "host" / "n1" / name
+    left.mkdir(parents=True)
+    (left / "agent.lock").touch()
+    (left / "slab").write_bytes(b"x")
+    return left
+
+
+def test_only_what_is_certainly_a_dead_agents_is_cleaned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead, living = left_by(tmp_path, "h1.0"), left_by(tmp_path, "h2.0")
+    foreign, unlocked = left_by(tmp_path, "h3.0"), left_by(tmp_path, "h4.0")
+    (unlocked / "agent.lock").unlink()
+    os.chown(foreign, 65534, 65534)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "agent.lock").touch()
+    link = tmp_path / "host" / "n1" / "h5.0"
+    link.symlink_to(elsewhere)
+    linked = left_by(tmp_path, "h6.0")
+    (linked / "agent.lock").unlink()
+    (linked / "agent.lock").symlink_to(elsewhere / "agent.lock")
+    mine = left_by(tmp_path, "mine")
+    said: list[str] = []
+    with (living / "agent.lock").open("r+b") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        folders.tidy_siblings(mine, say=said.append)
+    assert said == [str(dead)]
+    assert not dead.exists()
+    kept = (living, foreign, unlocked, elsewhere, link, linked, mine)
+    assert all(folder.exists() for folder in kept)
+
+
+def test_a_tmpfs_that_can_never_hold_what_it_is_to_hold_is_said(tmp_path: Path) -> None:
+    small = HostTier(tmp_path / "host", snapshots=None, writer="w", host_bytes=1 << 60)
+    asyncio.run(small.own())
+    assert "and host_bytes is 1073741824.00 GiB: mount it larger" in small.stock().trouble
+    fits = HostTier(tmp_path / "other", snapshots=None, writer="w", host_bytes=1 << 20)
+    asyncio.run(fits.own())
+    assert fits.stock().trouble == ""
+
+
+def test_slabs_of_a_wpg_that_is_no_more_give_their_memory_back(tmp_path: Path) -> None:
+    store = tier_in(tmp_path).store("train-0", 1)
+    slot = store.begin()
+    write(store.paths(slot)[0], msgspec.structs.replace(make_header(8), world=1), 7)
+    again = tier_in(tmp_path)
+    again.forget_idle([])
+    assert len(again.images()) == 1, "it has an image"
+    again.keep_only(deployments=[], snapshots=[])
+    again.forget_idle(["train-0"])
+    assert list((tmp_path / "host").rglob("slot-*")), "it runs, and its slabs stay warm"
+    again.forget_idle([])
+    assert not list((tmp_path / "host").rglob("slot-*"))
