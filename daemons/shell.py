@@ -1,7 +1,6 @@
 """Carries out the core's instructions, and brings back what happened.
 
-The core decides; this module has the bodies, the links to the agents and the books. Events of
-one turn of the loop are planned once, at its end.
+It has the bodies, the links to the agents and the books. Events of one turn are planned once.
 """
 
 import asyncio
