@@ -37,6 +37,11 @@ class EvictCalls(ImportCalls):
     async def _evict(self, live: LiveDeployment, to: str) -> dict[str, Any]:
         hub = self._parts.hub
         view = hub.wpgs.get(live.wpg) if hub is not None else None
+        if hub is not None and view is not None and hub.gangs.get(live.wpg) is not None:
+            raise BadInput(
+                f"{live.id}: WPG {live.wpg} lies on nodes {view.node}, and the agents decide what "
+                f"leaves the memory of several nodes: give them an nvme_dir, or more host_bytes"
+            )
         if hub is None or view is None or not view.agent:
             raise BadInput(f"{live.id}: WPG {live.wpg} has no agent now: try again when it is up")
         progress: tuple[int, int] | None = None

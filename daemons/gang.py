@@ -263,6 +263,7 @@ class Gang:
                 "master_port": meeting.port,
                 "meeting": meeting.name,
                 "agent": self._endpoint,
+                "parent": os.getpid(),
                 "models": self._models,
                 "options": self.config.options,
                 "cores": self._cores(rank),

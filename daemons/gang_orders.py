@@ -12,7 +12,7 @@ from collections.abc import Callable
 import msgspec
 
 from plexrl_slurm.core.ids import CallId
-from plexrl_slurm.core.messages import Persist, SaveImage, Switch
+from plexrl_slurm.core.messages import ImagesLeft, Persist, SaveImage, Switch
 from plexrl_slurm.daemons.gang_facts import Position
 from plexrl_slurm.daemons.gang_view import Asked, Gang, Part
 from plexrl_slurm.daemons.orders import Durable
@@ -82,7 +82,9 @@ class GangOrders:
 
         def fetched(answers: list[tm.Done]) -> None:
             if (bad := _first_bad(answers)) is not None:
-                self._failed(gang, bad.error)
+                damaged = any(done.left is not None for done in answers)
+                left = self._without(gang, step.incoming, durable) if damaged and not path else None
+                self._failed(gang, bad.error, left)
                 return
             self.settle(gang, {step.incoming: wanted})
             self._ask(gang, order, switched)
@@ -143,10 +145,16 @@ class GangOrders:
         moved = sum(done.moved_bytes for done in answers)
         self._shell.switch_ended(gang.id, ok=True, moved_bytes=moved)
 
-    def _failed(self, gang: Gang, error: str) -> None:
+    def _without(self, gang: Gang, deployment: str, durable: Durable | None) -> ImagesLeft:
+        """One node's share is damaged: the image is none, and the durable one counts."""
+        self.settle(gang, {deployment: None})
+        progress = durable.progress if durable is not None else None
+        return ImagesLeft(image=progress, durable=progress)
+
+    def _failed(self, gang: Gang, error: str, left: ImagesLeft | None = None) -> None:
         say(log, "switch_failed", wpg=gang.id, reason=error)
         gang.show(gang, error)
-        self._shell.switch_ended(gang.id, ok=False, moved_bytes=0, error=error)
+        self._shell.switch_ended(gang.id, ok=False, moved_bytes=0, error=error, left=left)
 
     def settle(self, gang: Gang, images: dict[str, Position | None]) -> None:
         for deployment, progress in images.items():

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeAlias
 
-from plexrl_slurm.core.errors import PlexError
+from plexrl_slurm.core.errors import BadImage, PlexError
 from plexrl_slurm.daemons.agent_orders import Orders
 from plexrl_slurm.daemons.gang import free_port
 from plexrl_slurm.daemons.gang_part import GangPart
@@ -99,12 +99,17 @@ class PartOrders:
 
     async def _fetch(self, order: tm.FetchOrder) -> None:
         self._tier.returns(order.deployment)
-        error, size = "", 0
+        error, size, left = "", 0, None
         try:
             size = (await self._tier.fetch_part(order)).bytes
+        except BadImage as problem:
+            error = str(problem)
+            left = tm.ImagesLeft(image=None, durable=None, damaged=[error])
         except PlexError as problem:
             error = str(problem)
-        await self._say(order, "fetch", order.deployment, order.image, error=error, size=size)
+        await self._say(
+            order, "fetch", order.deployment, order.image, error=error, size=size, left=left
+        )
 
     async def persist(self, order: tm.PersistOrder) -> None:
         """This node's share of a durable image, or, when all have theirs, the whole of it."""
@@ -130,6 +135,7 @@ class PartOrders:
         error: str,
         size: int,
         result: bytes = b"",
+        left: tm.ImagesLeft | None = None,
     ) -> None:
         await self._report(
             tm.Done(
@@ -143,5 +149,6 @@ class PartOrders:
                 result=result,
                 error=error,
                 moved_bytes=size,
+                left=left,
             )
         )

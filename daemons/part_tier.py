@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 
 from plexrl_slurm.core.errors import BadImage
+from plexrl_slurm.daemons import fallback
 from plexrl_slurm.daemons.fallback import Found
 from plexrl_slurm.daemons.host_tier import HostTier
 from plexrl_slurm.memory import durable, shares
@@ -83,7 +84,9 @@ class PartTier(HostTier):
                 world=store.whole,
             )
             held = store.find_at(order.deployment, order.image)
-        return _there(held, order.deployment, order.image)
+        held = _there(held, order.deployment, order.image)
+        fallback.check_held(held, self._part(order.wpg).paths(held.slot))
+        return held
 
     async def share(self, order: tm.PersistOrder) -> tuple[Held, bytes]:
         """Copy this node's share of an image to the durable tier; what to tell about it.

@@ -35,6 +35,8 @@ class RankSpec:
     cores: tuple[int, ...] = ()
     #: Name under which this process answers its agent: ``wpg/rank/incarnation``.
     identity: str = ""
+    #: Process id of the agent.
+    parent: int = 0
     #: First rank of the gang on this node.
     first: int = 0
     #: The node on which the store listens.

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from plexrl_slurm.core.errors import BadInput
 from plexrl_slurm.core.ids import CauseId, DeploymentId
 from plexrl_slurm.core.messages import Activity, Persist, Switch
 from plexrl_slurm.daemons import gang_orders
@@ -151,6 +152,28 @@ def test_no_rank_is_disturbed_if_a_node_cannot_get_what_comes_in(play: Play) -> 
     play(scene)
 
 
+def test_if_one_share_is_damaged_the_image_is_none_and_the_durable_one_comes_in(
+    play: Play,
+) -> None:
+    async def scene(world: World) -> None:
+        site = await with_image(world)
+        daemon = site.daemon
+        daemon.shell.durable[MODEL] = Durable(progress=(0, 0), path="/durable/a")
+        step = switch_step(MODEL, outgoing=None)
+        daemon.hub.switch(step, None, daemon.shell.durable[MODEL])
+        one, other = site.last(tm.FetchOrder)
+        assert (one.image, one.durable_path) == (IMAGE, "")
+        site.answer(site.first, one, "fetch")
+        left = tm.ImagesLeft(image=None, durable=None, damaged=["it is torn"])
+        site.answer(site.second, other, "fetch", ok=False, error="it is torn", left=left)
+        assert site.settled() is None
+        assert site.last(tm.SettleOrder)[1].images == {MODEL: None}
+        daemon.hub.switch(step, None, daemon.shell.durable[MODEL])
+        assert {order.durable_path for order in site.last(tm.FetchOrder)} == {"/durable/a"}
+
+    play(scene)
+
+
 def persist_step() -> Persist:
     return Persist(deployment=MODEL, wpg=TRAIN, progress=IMAGE, cause=CauseId("test"))
 
@@ -207,5 +230,18 @@ def test_a_copy_goes_on_while_ranks_start_again_and_ends_with_an_agent(play: Pla
         site.answer(site.first, one, "share", result=b"of n1")
         await site.daemon.hello(site.hold, "n2", epoch=2)
         assert MODEL not in site.daemon.hub._persisting
+
+    play(scene)
+
+
+def test_people_cannot_evict_an_image_of_several_nodes_and_are_told_why(play: Play) -> None:
+    async def scene(world: World) -> None:
+        site = await Site.up(await world.daemon())
+        await site.created()
+        (job,) = site.daemon.state.jobs.values()
+        with pytest.raises(BadInput, match="lies on nodes n1,n2"):
+            await site.daemon.service.evict_state(
+                site.daemon.who(job), job.id, deployment="", to="nvme"
+            )
 
     play(scene)

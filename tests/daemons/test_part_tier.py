@@ -101,6 +101,19 @@ def test_just_the_image_that_every_node_has_is_loaded(tmp_path: Path) -> None:
     asyncio.run(scene())
 
 
+def test_a_share_that_is_damaged_in_memory_is_not_loaded(tmp_path: Path) -> None:
+    async def scene() -> None:
+        tier = await tier_in(tmp_path, 1)
+        await save(tier, "a", 1)
+        tier.settle("train-0", "a", (1, 0))
+        held = await tier.fetch_part(fetch("a", 1))
+        tier._part("train-0").paths(held.slot)[0].write_bytes(b"garbage")
+        with pytest.raises(BadImage, match="no PlexRL image"):
+            await tier.fetch_part(fetch("a", 1))
+
+    asyncio.run(scene())
+
+
 def test_images_leave_memory_for_the_disk_and_come_back(tmp_path: Path) -> None:
     async def scene() -> None:
         tier = await tier_in(tmp_path, 0, slots=2)

@@ -31,7 +31,7 @@ def partition(tmp_path: Path, model: Path) -> Iterator[Partition]:
         model=model,
         train=SLOW,
         rollout=SLOW_SAMPLES,
-        train_gpus=2,
+        train_gpus=4,
         train_nodes=2,
         settings={"image_every": 1},
     ) as one:
@@ -58,8 +58,8 @@ def _rank(rank: int) -> Disturb:
         agents = [partition.agent_pid(node) for node in ("localhost", SECOND)]
         kill(before[rank])
         wait_until(
-            lambda: len(after := pids(partition, "train-0")) == 2 and not {*before} & {*after},
-            name="both ranks to be new ones",
+            lambda: len(after := pids(partition, "train-0")) == 4 and not {*before} & {*after},
+            name="all ranks to be new ones",
         )
         assert pids(partition, "rollout-0") == others
         assert [partition.agent_pid(node) for node in ("localhost", SECOND)] == agents
@@ -74,8 +74,8 @@ def _agent(node: str) -> Disturb:
         agents = partition.agent_pid(node), partition.agent_pid(other)
         kill(agents[0])
         wait_until(
-            lambda: len(after := pids(partition, "train-0")) == 2 and not {*before} & {*after},
-            name="both ranks to be new ones",
+            lambda: len(after := pids(partition, "train-0")) == 4 and not {*before} & {*after},
+            name="all ranks to be new ones",
         )
         assert partition.agent_pid(node) != agents[0]
         assert partition.agent_pid(other) == agents[1]
@@ -95,7 +95,7 @@ def _daemon(partition: Partition) -> None:
     ("disturb", "at"),
     [
         pytest.param(_rank(0), 1, id="rank of the first node"),
-        pytest.param(_rank(1), 2, id="rank of the second node"),
+        pytest.param(_rank(3), 2, id="rank of the second node"),
         pytest.param(_agent("localhost"), 1, id="agent of the first node"),
         pytest.param(_agent(SECOND), 2, id="agent of the second node"),
         pytest.param(_daemon, 1, id="daemon"),

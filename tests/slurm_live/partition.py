@@ -56,7 +56,7 @@ gpus_per_node = {gpus}
 [[wpg]]
 pool = "train"
 engine = "{train_engine}"
-count = {train_nodes}
+{train_shape}
 options = {train}
 
 [[wpg]]
@@ -87,6 +87,7 @@ class Partition:
         rollout: Mapping[str, Any] | None = None,
         engines: tuple[str, str] = ("fake_train", "fake_sample"),
         nodes: tuple[int, int] = (1, 1),
+        train_shape: Mapping[str, Any] | None = None,
         gpus: int = 1,
         slurm_partition: str = "gpu",
         partition: Mapping[str, Any] | None = None,
@@ -115,6 +116,7 @@ class Partition:
                 ),
                 slurm_partition=slurm_partition,
                 train_nodes=nodes[0],
+                train_shape=_lines(train_shape or {"count": nodes[0]}),
                 rollout_nodes=nodes[1],
                 gpus=gpus,
                 train_engine=engines[0],
