@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from plexrl_slurm import wire
 from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.daemons.gang import Gang
 from plexrl_slurm.engines import ranklink
+from plexrl_slurm.model_folder import read_model_folder
 from plexrl_slurm.transport.messages import WpgConfig
 
 
@@ -59,7 +60,7 @@ class Ranks:
         self.reasons[config.name] = []
         gang = self.gangs[config.name] = Gang(
             config,
-            models={name: asdict(model) for name, model in self._models.items()},
+            models={name: asdict(read(model)) for name, model in self._models.items()},
             endpoint=self._endpoint,
             folder=self._folder,
             specs=self._folder,
@@ -120,6 +121,12 @@ class Ranks:
         result = wire.decode_result(answer.result)
         assert isinstance(result, wire.SampleOutput)
         return result
+
+
+def read(model: ModelSpec) -> ModelSpec:
+    """With the architecture of its folder, which ranks compare."""
+    found = read_model_folder(Path(model.path), dtype=model.dtype)
+    return replace(model, architecture=found.architecture)
 
 
 def wpg(name: str, engine: str, *, gpus: int = 1, **options: Any) -> WpgConfig:

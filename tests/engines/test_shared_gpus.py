@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -15,10 +16,11 @@ from plexrl_slurm.core.errors import DeviceBusy
 from plexrl_slurm.daemons.shared_gpus import Share, SharedGpus
 from plexrl_slurm.engines import ranklink
 from tests.engines.ranks import Ranks, wpg
+from tests.model_folders import make_model_folder
 
 MODEL = ModelSpec(
     name="tiny",
-    path="/models/tiny",
+    path="",
     dtype="float32",
     max_context_length=128,
     vocab_size=64,
@@ -43,7 +45,8 @@ def run(
             wpg("rollout-0", "fake_sample", **ROLLOUT),
         )
         numbers = count()
-        async with Ranks.running(folder, {"tiny": MODEL}, *configs) as ranks:
+        model = replace(MODEL, path=str(make_model_folder(folder / "tiny")))
+        async with Ranks.running(folder, {"tiny": model}, *configs) as ranks:
             shares = {
                 name: Share(gang=gang, awake_bytes=needed, residual_bytes=residual)
                 for name, gang in ranks.gangs.items()
@@ -68,7 +71,7 @@ def test_turns_are_granted_after_the_other_gave_its_memory_back(tmp_path: Path) 
         assert gpus.used == {"rollout-0": 6}  # nothing was done
         await gpus.grant("rollout-0")
         assert (gpus.awake, gpus.used) == (["rollout-0"], {"train-0": 8, "rollout-0": 60})
-        assert (await ranks.load("rollout-0", MODEL.path, model="tiny")).ok
+        assert (await ranks.load("rollout-0", tmp_path / "tiny", model="tiny")).ok
         await asyncio.gather(gpus.grant("train-0"), gpus.grant("rollout-0"))
         assert gpus.awake == ["rollout-0"]
 
@@ -80,7 +83,7 @@ def test_memory_that_was_not_given_back_keeps_the_turn_where_it_was(tmp_path: Pa
         with pytest.raises(DeviceBusy, match="WPG rollout-0: vLLM sleeps and"):
             await gpus.grant("train-0")
         assert gpus.awake == ["rollout-0"]
-        assert (await ranks.load("rollout-0", MODEL.path, model="tiny")).ok
+        assert (await ranks.load("rollout-0", tmp_path / "tiny", model="tiny")).ok
 
     run(tmp_path, work, residual=5)
 
