@@ -100,10 +100,11 @@ class Node:
 
         async def report(report: Any) -> None:
             if isinstance(report, tm.Done):
-                agent._running.pop(report.order, None)
+                agent._orders.running.pop(report.order, None)
                 self.done.append(report)
 
-        agent._report = report  # type: ignore[method-assign]  # no daemon listens
+        # No daemon listens.
+        agent._report = agent._orders._report = report  # type: ignore[method-assign]
         config = tm.WpgConfig(name=WPG, engine="fake_train", world=1, gpus=1, options={}, cores=[])
         agent._welcome(
             tm.Welcome(
@@ -115,7 +116,7 @@ class Node:
             )
         )
         for _ in range(600):
-            if agent._gangs[WPG].state == "up":
+            if agent._orders.gangs[WPG].state == "up":
                 return
             await asyncio.sleep(0.05)
         raise SystemExit("the rank did not come up")
@@ -135,9 +136,9 @@ class Node:
             parts=1,
             body=wire.encode(what),
         )
-        self.agent._running[order.id] = (WPG, order.call, 0)
+        self.agent._orders.running[order.id] = (WPG, order.call, 0)
         start = Cost.now()
-        await self.agent._run(order)
+        await self.agent._orders.run(order)
         return Cost.since(start)
 
     async def save(self, deployment: str) -> None:
@@ -150,18 +151,18 @@ class Node:
             deployment=deployment,
             progress=(self._number, 0),
         )
-        await self.agent._save(order)
+        await self.agent._orders.save(order)
 
     async def ask_rank(self, what: wire.Body) -> Cost:
         """The same hop, without anything that an agent keeps."""
         self._number += 1
         call = ranklink.Call(call="c", deployment="d", body=wire.encode(what))
         start = Cost.now()
-        await self.agent._gangs[WPG].order(f"o{self._number}", [call])
+        await self.agent._orders.gangs[WPG].order(f"o{self._number}", [call])
         return Cost.since(start)
 
     async def stop(self) -> None:
-        await self.agent._gangs[WPG].stop()
+        await self.agent._orders.gangs[WPG].stop()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Collection
 
 import msgspec
 
+from plexrl_slurm import wire
 from plexrl_slurm.core.errors import PlexError
 from plexrl_slurm.daemons.gang import Gang, GangLost
 from plexrl_slurm.daemons.host_tier import HostTier
@@ -22,10 +23,12 @@ class Orders:
         tier: HostTier,
         *,
         report: Callable[[tm.Done], Awaitable[None]],
+        published: Callable[[str, int], Awaitable[None]],
         number: Callable[[], int],
         tidy: Callable[[], None],
     ) -> None:
-        """``number``: of the next report; ``tidy``: something that was dropped may be back."""
+        """``published`` is told a snapshot and its bytes before its publish has ended; ``number``:
+        of the next report; ``tidy``: something that was dropped may be back."""
         self.gangs: dict[str, Gang] = {}
         #: What is in the device memory of each WPG.
         self.resident: dict[str, str] = {}
@@ -33,13 +36,17 @@ class Orders:
         self.progress: dict[str, tuple[int, int]] = {}
         #: ``order id -> (wpg, call, part)`` of runs whose report is not acknowledged.
         self.running: dict[str, tuple[str, str, int]] = {}
-        self._tier, self._report = tier, report
+        self._tier, self._report, self._published = tier, report, published
         self._number, self._tidy = number, tidy
 
     def may_run(self, order: tm.RunOrder | tm.SwitchOrder | tm.SaveOrder) -> bool:
         """Whether the gang that it is for is the one that is up."""
         gang = self.gangs.get(order.wpg)
         return gang is not None and gang.state == "up" and gang.incarnation == order.incarnation
+
+    def samples(self, order: tm.SwitchOrder) -> bool:
+        """Whether it is for a rollout WPG, which can begin it."""
+        return self.may_run(order) and not self.gangs[order.wpg].trains
 
     def dropped(self, order: tm.DropOrder) -> None:
         """Forget residents that are no more."""
@@ -59,7 +66,7 @@ class Orders:
     async def run(self, order: tm.RunOrder) -> None:
         """A call, or a part of one."""
         gang = self.gangs[order.wpg]
-        path = str(self._tier.snapshot(order.publish)) if order.publish else ""
+        path = str(self._tier.snapshots.path(order.publish)) if order.publish else ""
         if gang.trains and self.resident.get(order.wpg) != order.deployment:
             # It is created in the resident's place, of which nothing is certain from now on.
             self.resident.pop(order.wpg, None)
@@ -68,18 +75,38 @@ class Orders:
         )
         try:
             answers = await gang.order(order.id, [operation] * gang.processes)
+            if order.publish:
+                answers = await self._made_safe(order, answers)
         except GangLost:
             self.running.pop(order.id, None)
             return
         finally:
-            self._tier.published(order.publish)
+            self._tier.snapshots.published_or_not(order.publish)
             self._tidy()
+        if order.id not in self.running:
+            return  # its gang was lost since, and it will be run again
         if gang.trains:
             self._took_effect(order, ok=all(answer.ok for answer in answers))
         done = self._done(order.id, order.wpg, "run", answers, order.call, order.part)
         if gang.config.number:  # the node of rank 0 tells it
             done = msgspec.structs.replace(done, result=b"")
         await self._report(done)
+
+    async def _made_safe(
+        self, order: tm.RunOrder, answers: list[ranklink.Answer]
+    ) -> list[ranklink.Answer]:
+        """A publish ends when the loss of this node would not lose the snapshot."""
+        path, body = self._tier.snapshots.path(order.publish), wire.decode_body(order.body)
+        durable = isinstance(body, wire.Publish) and body.path
+        if durable or not all(answer.ok for answer in answers) or not path.exists():
+            return answers
+        await self._published(order.publish, path.stat().st_size)
+        try:
+            await self._tier.snapshots.made_safe(order.publish)
+        except OSError as problem:
+            self._tier.snapshots.drop(order.publish)
+            return [ranklink.Answer(order.id, False, error=str(problem))]
+        return answers
 
     def _took_effect(self, order: tm.RunOrder, *, ok: bool) -> None:
         """Note how far the device's state is; a failed call is passed without an effect."""
@@ -90,13 +117,20 @@ class Orders:
         last = not ok or order.part + 1 == order.parts
         self.progress[order.wpg] = (order.seq + 1, 0) if last else (order.seq, order.part + 1)
 
-    async def switch(self, order: tm.SwitchOrder) -> None:
-        """Another deployment or snapshot into the WPG; the resident's image out of it."""
+    async def not_switched(self, order: tm.SwitchOrder, reason: str) -> None:
+        """It could not begin: what was there is there."""
+        answer = ranklink.Answer(order.id, False, error=reason)
+        await self._report(self._done(order.id, order.wpg, "switch", [answer]))
+
+    async def switch(self, order: tm.SwitchOrder, path: str = "") -> None:
+        """Another deployment or snapshot into the WPG; the resident's image out of it.
+
+        ``path``: the file of a snapshot.
+        """
         gang = self.gangs[order.wpg]
         if not gang.trains:
-            path = order.snapshot_path or str(self._tier.snapshot(order.incoming))
             operation = ranklink.Load(incoming=order.incoming, load_path=path, model=order.model)
-            with contextlib.suppress(GangLost):
+            with contextlib.suppress(GangLost), self._tier.snapshots.reading(order.incoming):
                 answers = await gang.order(order.id, [operation])
                 if answers[0].ok:
                     self.resident[order.wpg] = order.incoming

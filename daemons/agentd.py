@@ -24,6 +24,7 @@ import zmq.asyncio
 
 from plexrl_slurm import logs
 from plexrl_slurm.clock import now_us
+from plexrl_slurm.core.errors import PlexError
 from plexrl_slurm.daemons.agent_config import AgentConfig, devices_of, visible_gpus
 from plexrl_slurm.daemons.agent_orders import Orders
 from plexrl_slurm.daemons.folders import tidy_siblings
@@ -31,14 +32,18 @@ from plexrl_slurm.daemons.gang import Gang
 from plexrl_slurm.daemons.gang_part import GangPart
 from plexrl_slurm.daemons.part_orders import PartOrders
 from plexrl_slurm.daemons.part_tier import PartTier
+from plexrl_slurm.daemons.snapshot_links import SnapshotLinks
 from plexrl_slurm.engines import ranklink
 from plexrl_slurm.logs import say
 from plexrl_slurm.transport import messages as tm
+from plexrl_slurm.transport.bulk import bulk_key
 from plexrl_slurm.transport.links import AgentLink, Inbox
 
 log = logging.getLogger(__name__)
 
 BEAT_S = 1.0
+#: How long an agent that ends with its node's memory may take to save snapshots of it.
+SETTLE_S = 5.0
 #: Longest wait for an image of a WPG on several nodes before a hello.
 STILL_S = 10.0
 
@@ -72,8 +77,19 @@ class Agent:
             nvme=config.nvme,
             host_bytes=config.host_bytes,
         )
+        self._links = SnapshotLinks(
+            self._tier.snapshots,
+            agent=config.agent,
+            key=bulk_key(Path(config.state_dir)),
+            room=self._tier.make_room,
+            here=self._snapshot_came,
+        )
         self._orders = Orders(
-            self._tier, report=self._report, number=self._next_number, tidy=self._tidy
+            self._tier,
+            report=self._report,
+            published=self._snapshot_here,
+            number=self._next_number,
+            tidy=self._tidy,
         )
         self._parts = PartOrders(
             self._tier,
@@ -99,6 +115,7 @@ class Agent:
         if self._config.snapshots_dir:  # a node of Slurm's: its folder lies beside earlier holds'
             for folder in self._config.homes:
                 tidy_siblings(folder, say=lambda gone: say(log, "left_over", folder=gone))
+        await self._links.start(self._config.endpoint)
         loops: list[asyncio.Task[Any]] = [
             asyncio.create_task(coroutine)
             for coroutine in (self._hear_daemon(), self._hear_ranks(), self._beat())
@@ -109,11 +126,13 @@ class Agent:
         for task in loops:
             task.cancel()
         await asyncio.gather(*(gang.stop() for gang in self._orders.gangs.values()))
+        await self._links.close()
         self._link.close()
         self._inbox.close()
         self._ranks.close()
         shutil.rmtree(self._private, ignore_errors=True)
         if self._clear_host:
+            await self._tier.snapshots.settle(seconds=SETTLE_S)
             self._tier.clear()
         for task in done - {stop}:
             task.result()
@@ -141,6 +160,8 @@ class Agent:
                 case tm.Welcome():
                     self._daemon_epoch, self._said = command.epoch, None
                     self._welcome(command)
+                case tm.SwitchOrder() if self._orders.samples(command):
+                    self._spawn(self._switch_when_here(command))
                 case tm.SwitchOrder():
                     self._begin(command, self._orders.switch(command))
                 case tm.SaveOrder():
@@ -149,7 +170,7 @@ class Agent:
                     if self._orders.may_run(command):
                         self._orders.running[command.id] = (command.wpg, command.call, command.part)
                         if command.publish:
-                            self._tier.publishing(command.publish)
+                            self._tier.snapshots.publishing(command.publish)
                         self._spawn(self._orders.run(command))
                 case tm.AbortOrder():
                     for order, (wpg, call, _) in list(self._orders.running.items()):
@@ -158,6 +179,10 @@ class Agent:
                 case tm.PersistOrder():
                     by = self._parts if command.share else self._orders
                     self._spawn(by.persist(command))
+                case tm.BringOrder():
+                    self._links.want(command.snapshot, command.bytes, command.sources)
+                case tm.SafeOrder():
+                    self._tier.snapshots.is_elsewhere(command.snapshot)
                 case tm.EvictOrder():
                     self._spawn(self._orders.evict(command))
                 case tm.PrepareOrder() | tm.StartOrder() | tm.SettleOrder():
@@ -167,12 +192,41 @@ class Agent:
                     if (rest := self._parts.work(command)) is not None:
                         self._move(rest)
                 case tm.DropOrder():
+                    self._links.drop(command.snapshots)
                     self._tier.drop(command)
                     self._tidy()
                     self._orders.dropped(command)
                 case tm.StopOrder():
                     self._clear_host = not command.keep_host
                     self._stop.set()
+
+    async def _switch_when_here(self, order: tm.SwitchOrder) -> None:
+        """Begin it when the snapshot is on this node; what runs elsewhere on it goes on."""
+        try:
+            path = order.snapshot_path or await self._links.ready(order)
+        except PlexError as problem:
+            if order.epoch >= self._daemon_epoch and self._orders.may_run(order):
+                await self._orders.not_switched(order, str(problem))
+            return
+        if order.epoch >= self._daemon_epoch:  # a newer daemon has not heard of it
+            self._begin(order, self._orders.switch(order, path))
+
+    async def _snapshot_here(
+        self, name: str, size: int, origin: str = "", took_us: int = 0
+    ) -> None:
+        await self._link.send(
+            tm.SnapshotHere(
+                agent=self._config.agent,
+                epoch=self._epoch,
+                snapshot=name,
+                bytes=size,
+                origin=origin,
+                took_us=took_us,
+            )
+        )
+
+    def _snapshot_came(self, name: str, size: int, origin: str, took_us: int) -> None:
+        self._spawn(self._snapshot_here(name, size, origin, took_us))
 
     def _begin(self, order: tm.SwitchOrder | tm.SaveOrder, work: Coroutine[Any, Any, None]) -> None:
         if not self._orders.may_run(order):
@@ -237,7 +291,9 @@ class Agent:
                     for name, gang in self._orders.gangs.items()
                 ],
                 images=self._tier.images(),
-                snapshots=self._tier.snapshot_names(),
+                snapshots=self._tier.snapshots.names(),
+                fetched=self._tier.snapshots.fetched_names(),
+                source=self._links.source(),
                 gpus=self._gpus,
                 finished=finished,
             )
@@ -258,7 +314,9 @@ class Agent:
             elif gang.trains:
                 self._tier.store(config.name, config.world)
             gang.start()
+        self._links.keep_only(welcome.snapshots)
         self._tier.keep_only(deployments=welcome.deployments, snapshots=welcome.snapshots)
+        self._tier.forget_idle(self._orders.gangs)
 
     def _gang(self, config: tm.WpgConfig, models: dict[str, dict[str, Any]], devices: str) -> Gang:
         make: Callable[..., Gang] = Gang

@@ -25,6 +25,7 @@ from plexrl_slurm.daemons.image_stories import ImageStories
 from plexrl_slurm.daemons.layout import HeldWpg, Place
 from plexrl_slurm.daemons.orders import Durable, Weights
 from plexrl_slurm.daemons.shell import Shell
+from plexrl_slurm.daemons.snapshot_places import SnapshotPlaces
 from plexrl_slurm.logs import say
 from plexrl_slurm.settings import Settings
 from plexrl_slurm.transport import messages as tm
@@ -73,6 +74,7 @@ class AgentHub(AgentReports):
         self._awaited: set[str] = set()
         #: Persists under way: ``deployment -> (address, progress)``.
         self._persisting: dict[str, tuple[bytes, tuple[int, int]]] = {}
+        self.snapshots = SnapshotPlaces(self._post, epoch=epoch, sampler_of=self._sampler_of)
         orders = GangOrders(
             shell,
             epoch=epoch,
@@ -134,6 +136,7 @@ class AgentHub(AgentReports):
         for address, agent in self.agents.items():
             if agent.place.hold == hold:
                 agent.refused = True
+                self.snapshots.gone(address)
                 self._post(address, tm.StopOrder(epoch=self._epoch))
 
     def forget_hold(self, hold: str, reason: str) -> None:
@@ -145,6 +148,7 @@ class AgentHub(AgentReports):
         if not agent.refused:
             say(log, "agent_refused", agent=agent.name, pid=agent.pid, reason=reason)
         agent.refused = True
+        self.snapshots.gone(address)
         for deployment, (where, progress) in list(self._persisting.items()):
             if where == address:
                 self._persist_ended(deployment, progress, ok=False)
@@ -203,6 +207,7 @@ class AgentHub(AgentReports):
             self._refuse(address, agent, "it is of a time before Slurm requeued its hold")
             return
         agent.welcome = True
+        self.snapshots.hello(address, hello)
         if known is not None and known.epoch == hello.epoch and known.welcome:
             for done in hello.finished:
                 self._heard(address, done)
@@ -237,6 +242,7 @@ class AgentHub(AgentReports):
             self._acknowledge(address, done.number)
         for wpg in alone:
             self.wpgs[wpg].agent = address
+        self.snapshots.fetch_again()
         for gang in hello.wpgs:
             view = self.wpgs.get(gang.name)
             if view is None or view.agent != address:
@@ -315,12 +321,20 @@ class AgentHub(AgentReports):
                     left=left,
                 )
                 self._acknowledge(address, report.number)
+            case tm.SnapshotHere():
+                self.snapshots.here(address, report)
             case tm.Beat(stock=tm.Stock() as stock):
                 agent = self.agents[address]
                 agent.stock = stock
                 self.stories.heard(agent.place.node, stock)
             case tm.Hello() | tm.Beat() | tm.PartReady():
                 pass
+
+    def _sampler_of(self, snapshot: str) -> bytes:
+        """Agent of the WPG that will sample from it; "" if there is none."""
+        wpg = self._shell.sampled_at(DeploymentId(snapshot))
+        view = self.wpgs.get(wpg) if wpg is not None else None
+        return view.agent if view is not None else b""
 
     def _acknowledge(self, address: bytes, number: int) -> None:
         self._after_commit(lambda: self._post(address, tm.Ack(number=number)))
@@ -331,6 +345,8 @@ class AgentHub(AgentReports):
         if (gang := self.gangs.get(step.wpg)) is not None:
             self.gangs.orders.switch(gang, step, durable)
             return
+        known = self._shell.deployments.get(step.incoming)
+        in_memory = weights is not None and not weights.path
         self._post(
             view.agent,
             tm.SwitchOrder(
@@ -345,6 +361,8 @@ class AgentHub(AgentReports):
                 model=weights.model if weights else "",
                 durable_path=durable.path if durable else "",
                 durable_progress=durable.progress if durable else (0, 0),
+                sources=self.snapshots.sources(step.incoming) if in_memory else [],
+                snapshot_bytes=known.image_bytes if known is not None and in_memory else 0,
             ),
         )
 
@@ -422,6 +440,7 @@ class AgentHub(AgentReports):
 
     def drop(self, *, deployments: list[str], snapshots: list[str]) -> None:
         """Tell every agent to delete what nobody needs any more."""
+        self.snapshots.dropped(snapshots)
         order = tm.DropOrder(epoch=self._epoch, deployments=deployments, snapshots=snapshots)
         self.gangs.drop(deployments)
         for deployment in deployments:

@@ -51,11 +51,14 @@ def refuse_foreign(folder: Path, *, above: int, setting: str) -> None:
 
 
 def tidy_siblings(host: Path, *, say: Callable[[str], None]) -> None:
-    """Delete the folders of other holds' agents beside ``host`` that no agent uses any more."""
+    """Delete the folders of other holds' agents beside ``host`` that no agent uses any more.
+
+    Only what is ours for certain: a folder with an agent's lock, both of this user, and no link.
+    """
     for folder in host.parent.iterdir() if host.parent.is_dir() else ():
-        if folder == host or not (folder / _LOCK).is_file():
+        if folder == host or not (_is_mine(folder, stat.S_ISDIR) and _has_lock(folder)):
             continue
-        descriptor = os.open(folder / _LOCK, os.O_RDWR)
+        descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -65,6 +68,32 @@ def tidy_siblings(host: Path, *, say: Callable[[str], None]) -> None:
             shutil.rmtree(folder, ignore_errors=True)
         finally:
             os.close(descriptor)
+
+
+def too_small(folder: Path, wanted: int, *, setting: str) -> str:
+    """What to say if the file system of ``folder`` can never hold so many bytes; "" if it can."""
+    room = os.statvfs(folder)
+    total = room.f_blocks * room.f_frsize
+    if total >= wanted:
+        return ""
+    return (
+        f"{folder} is on a file system of {total / 2**30:.2f} GiB and {setting} is "
+        f"{wanted / 2**30:.2f} GiB: mount it larger (a container's /dev/shm has 64 MiB unless it "
+        f"is asked for more), or lower {setting}"
+    )
+
+
+def _has_lock(folder: Path) -> bool:
+    return _is_mine(folder / _LOCK, stat.S_ISREG)
+
+
+def _is_mine(path: Path, kind: Callable[[int], bool]) -> bool:
+    """Whether it is of this user, and neither a link nor of another kind."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return False
+    return kind(found.st_mode) and found.st_uid == os.geteuid()
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,10 +28,10 @@ class HostRoom:
         nvme: NvmeTier,
         *,
         host: Path,
-        snapshots: Path | None,
+        snapshots: Sequence[Path],
         limit: int,
     ) -> None:
-        """``snapshots``: a folder whose bytes count as well."""
+        """``snapshots``: folders whose bytes count as well."""
         self._stores, self.nvme = stores, nvme
         self._host, self._snapshots, self._limit = host, snapshots, limit
         #: Bytes promised to slots that are being written.
@@ -93,6 +93,11 @@ class HostRoom:
             store.abandon(slot)
         return store.find(deployment)
 
+    async def make_room(self, size: int) -> None:
+        """For what is no image, as far as that can be made."""
+        async with self._deciding:
+            await self._make_room(None, size)
+
     async def push(self, wpg: str, deployment: str) -> int:
         """Have an image on NVMe only; the bytes that memory gets back. Raises ``BadInput``."""
         store = self._stores[wpg]
@@ -146,7 +151,7 @@ class HostRoom:
                 self._copied.set()
 
     # -- room --------------------------------------------------------------------------------
-    async def _make_room(self, store: ImageStore, size: int) -> None:
+    async def _make_room(self, store: ImageStore | None, size: int) -> None:
         refused: set[_Key] = set()
         while (excess := self._excess(store, size)) > 0:
             if self._delete_a_free_slab(store):
@@ -166,8 +171,9 @@ class HostRoom:
                 say(log, "host_tier_full", missing_bytes=excess, nvme_bytes=self.nvme.used)
                 return
 
-    def _excess(self, store: ImageStore, size: int) -> int:
-        more = max(0, size - store.slot_bytes(store.next_slot()))
+    def _excess(self, store: ImageStore | None, size: int) -> int:
+        there_already = store.slot_bytes(store.next_slot()) if store is not None else 0
+        more = max(0, size - there_already)
         there = os.statvfs(self._host)
         pending = self._used() - self._on_disk()
         return max(
@@ -175,9 +181,8 @@ class HostRoom:
         )
 
     def _on_disk(self) -> int:
-        files = self._snapshots.glob("*.safetensors") if self._snapshots is not None else ()
         slabs = sum(store.all_bytes() for store in self._stores.values())
-        return slabs + sum(_size(path) for path in files)
+        return slabs + sum(_size(path) for each in self._snapshots for path in each.glob("*"))
 
     def _used(self) -> int:
         grows = (
@@ -186,11 +191,11 @@ class HostRoom:
         )
         return self._on_disk() + sum(grows)
 
-    def _delete_a_free_slab(self, store: ImageStore) -> bool:
+    def _delete_a_free_slab(self, store: ImageStore | None) -> bool:
         """Of the target's, the one that is written next stays."""
         for each in self._stores.values():
             for slot in each.free_slots():
-                if each is not store or slot != store.next_slot():
+                if store is None or each is not store or slot != store.next_slot():
                     each.delete(slot)
                     return True
         return False

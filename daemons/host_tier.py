@@ -1,9 +1,10 @@
 """An agent's host tier: images of its training WPGs, snapshots, and the way to the durable tier."""
 
 import asyncio
+import logging
 import shutil
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -12,13 +13,16 @@ from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.errors import BadImage, BadInput, StorageFull
 from plexrl_slurm.daemons import fallback
 from plexrl_slurm.daemons.fallback import Found, Kept
-from plexrl_slurm.daemons.folders import locked, refuse_foreign
+from plexrl_slurm.daemons.folders import locked, refuse_foreign, too_small
 from plexrl_slurm.daemons.host_room import HostRoom
 from plexrl_slurm.daemons.nvme_tier import NvmeTier
+from plexrl_slurm.daemons.snapshot_store import SnapshotStore
+from plexrl_slurm.logs import say
 from plexrl_slurm.memory import durable
-from plexrl_slurm.memory.files import part_name
 from plexrl_slurm.memory.images import Held, ImageStore
 from plexrl_slurm.transport import messages as tm
+
+log = logging.getLogger(__name__)
 
 #: Says which copies on NVMe were made of this tier's images.
 _OWNER: Final = "nvme.owner"
@@ -51,27 +55,26 @@ class HostTier:
         nvme: NvmeTier | None = None,
         host_bytes: int = 0,
     ) -> None:
-        """``snapshots``: a folder that all agents share, or ``None`` for one of its own;
-        ``writer`` names the agent in what it writes to the durable tier; with ``nvme``, images
-        that do not fit into ``host_bytes`` lie there."""
+        """``snapshots``: a folder that all agents share, for copies that outlive the node, or
+        ``None`` where there is one node; ``writer`` names the agent in what it writes to the
+        durable tier; with ``nvme``, images that do not fit into ``host_bytes`` lie there."""
         self._host, self.writer = host, writer
         self._shared = snapshots is not None
-        self.snapshots = host / "snapshots" if snapshots is None else snapshots
+        self.snapshots = SnapshotStore(host, shared=snapshots, writer=writer)
         self._make()
         self._stores: dict[str, ImageStore] = {}
         #: Dropped while something was under way that may yet write them.
         self._dropped: set[str] = set()
-        #: Snapshots that are being written.
-        self._publishing: set[str] = set()
         #: Copies to the durable tier, by deployment.
         self._copying: dict[str, asyncio.Lock] = {}
         self._lock: int | None = None
+        self._host_bytes, self._trouble = host_bytes, ""
         #: When images were last switched in or written.
         self._used_us: dict[tuple[str, str], int] = {}
         self._nvme = nvme
-        own_snapshots = None if self._shared else self.snapshots
+        folders = self.snapshots.folders
         self._room = (
-            HostRoom(self._stores, nvme, host=host, snapshots=own_snapshots, limit=host_bytes)
+            HostRoom(self._stores, nvme, host=host, snapshots=folders, limit=host_bytes)
             if nvme is not None
             else None
         )
@@ -83,9 +86,10 @@ class HostTier:
         """
         refuse_foreign(self._host, above=3 if self._shared else 1, setting="host_dir")
         self._lock = await locked(self._host, self._make)
-        if not self._shared:
-            for torn in self.snapshots.glob(".*.part"):
-                torn.unlink(missing_ok=True)
+        self._trouble = too_small(self._host, self._host_bytes, setting="host_bytes")
+        if self._trouble:
+            say(log, "host_tier_small", reason=self._trouble)
+        self.snapshots.own()
         if self._nvme is not None and self._room is not None:
             await self._nvme.own(self._owner())
             for wpg, store in self.all_stores().items():
@@ -102,8 +106,8 @@ class HostTier:
 
     def _make(self) -> None:
         """Again, if need be: another hold's agent may have taken them for left over."""
-        self.snapshots.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._host.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.snapshots.make()
 
     def clear(self) -> None:
         """The hold is given back."""
@@ -365,7 +369,7 @@ class HostTier:
             for held in store.held()
         ]
         if self._nvme is None:
-            return tm.Stock(images=found)
+            return tm.Stock(images=found, trouble=self._trouble)
         found += [
             tm.StockImage(
                 wpg=copy.wpg,
@@ -377,49 +381,45 @@ class HostTier:
             )
             for copy in self._nvme.copies()
         ]
-        return tm.Stock(images=found, nvme_used=self._nvme.used, nvme_limit=self._nvme.limit)
+        return tm.Stock(
+            images=found,
+            nvme_used=self._nvme.used,
+            nvme_limit=self._nvme.limit,
+            trouble=self._trouble,
+        )
 
-    # -- snapshots ---------------------------------------------------------------------------
-    def snapshot(self, name: str) -> Path:
-        """File of a snapshot."""
-        return self.snapshots / f"{name}.safetensors"
-
-    def snapshot_names(self) -> list[str]:
-        """Of all that are here."""
-        return [path.stem for path in self.snapshots.glob("*.safetensors")]
-
-    def publishing(self, snapshot: str) -> None:
-        """It is being written from now on."""
-        self._publishing.add(snapshot)
-
-    def published(self, snapshot: str) -> None:
-        """It is written, or will not be."""
-        if snapshot in self._dropped:
-            self._delete_snapshot(snapshot)
-        self._publishing.discard(snapshot)
+    async def make_room(self, size: int) -> None:
+        """For a snapshot that comes from another node, as far as that can be made."""
+        if self._room is not None:
+            await self._room.make_room(size)
 
     # -- garbage -----------------------------------------------------------------------------
     def keep_only(self, *, deployments: Iterable[str], snapshots: Iterable[str]) -> None:
-        """Everything else is garbage. Of snapshots that all agents share it may be another's,
-        made since: they are the daemon's to delete."""
+        """Everything else is garbage."""
         for store in self.all_stores().values():
             store.keep_only(deployments)
         if self._nvme is not None:
             self._nvme.keep_only(deployments)
-        if self._shared:
-            return
-        wanted = set(snapshots)
-        for path in self.snapshots.glob("*.safetensors"):
-            if path.stem not in wanted:
-                path.unlink(missing_ok=True)
+        self.snapshots.keep_only(snapshots)
+
+    def forget_idle(self, running: Collection[str]) -> None:
+        """Give back the memory of WPGs that an earlier agent ran and this one does not, unless it
+        has an image."""
+        for wpg, store in self.all_stores().items():
+            if wpg not in running and not list(store.held()):
+                freed = store.free_bytes()
+                for slot in store.free_slots():
+                    store.delete(slot)
+                if freed:
+                    say(log, "left_over", wpg=wpg, bytes=freed)
 
     def drop(self, order: tm.DropOrder) -> None:
         """Delete images and snapshots."""
-        self._dropped.update(order.deployments, order.snapshots)
+        self._dropped.update(order.deployments)
         for deployment in order.deployments:
             self._drop_image(deployment)
         for snapshot in order.snapshots:
-            self._delete_snapshot(snapshot)
+            self.snapshots.drop(snapshot)
 
     def drop_again(self, *, quiet: bool) -> None:
         """What was under way when it was dropped may have been written since; ``quiet``: nothing
@@ -428,7 +428,7 @@ class HostTier:
             return
         for deployment in {image.deployment for image in self.images()} & self._dropped:
             self._drop_image(deployment)
-        if quiet and not self._publishing:
+        if quiet:
             self._dropped.clear()
 
     def returns(self, deployment: str) -> None:
@@ -441,10 +441,3 @@ class HostTier:
             store.drop(deployment)
             if self._nvme is not None:
                 self._nvme.drop(wpg, deployment)
-
-    def _delete_snapshot(self, snapshot: str) -> None:
-        path = self.snapshot(snapshot)
-        path.unlink(missing_ok=True)
-        part_name(path, self.writer).unlink(missing_ok=True)
-        for part in path.parent.glob(f".{path.name}.{self.writer}.*.part"):
-            part.unlink(missing_ok=True)

@@ -289,6 +289,7 @@ class PartitionService(EvictCalls):
                     self._parts.watch.trouble,
                     keeper.trouble if keeper is not None else "",
                     self.writer.trouble,
+                    *(f"{node}: {stock.trouble}" for node, stock in self.tier_troubles()),
                 )
                 if sentence
             ],

@@ -10,7 +10,7 @@ import msgspec
 from plexrl_slurm import wire
 from plexrl_slurm.api.service import Principal, SamplerInfo
 from plexrl_slurm.core.errors import BadInput, NotFound, UnknownModel
-from plexrl_slurm.core.ids import CallId, DeploymentId
+from plexrl_slurm.core.ids import CallId, DeploymentId, WpgId
 from plexrl_slurm.core.messages import Call, Deployment, FunctionKind, Pool
 from plexrl_slurm.daemons import shared_tier
 from plexrl_slurm.daemons.orders import Weights
@@ -42,6 +42,11 @@ class SamplingCalls(TrainingCalls):
         super().__init__(parts)
         #: Samples accepted by an earlier daemon whose results it took with it.
         self.lost_samples: dict[CallId, tuple[Sampler, SampleLine]] = {}
+        self.shell.sampled_at = self._sampled_at
+
+    def _sampled_at(self, snapshot: DeploymentId) -> WpgId | None:
+        live = self.state.snapshots.get(snapshot)
+        return None if live is None or live.dropped or live.path else live.wpg
 
     async def create_sampling_session(
         self,

@@ -10,6 +10,8 @@ from typing import Any
 from plexrl_slurm.api.service import Principal
 from plexrl_slurm.core.errors import BadImage, NotFound
 from plexrl_slurm.core.ids import DeploymentId, JobId
+from plexrl_slurm.daemons import shared_tier
+from plexrl_slurm.daemons.orders import Durable
 from plexrl_slurm.daemons.service_base import Parts
 from plexrl_slurm.daemons.service_submission import SubmissionCalls
 from plexrl_slurm.daemons.state import LiveDeployment, LiveSnapshot
@@ -142,6 +144,24 @@ class StateCalls(SubmissionCalls):
             if each.stock is not None and not each.refused
         }
 
+    def image_persisted(self, done: tm.Done) -> None:
+        """An agent has copied an image to the durable tier."""
+        name = DeploymentId(done.deployment)
+        live = self.state.deployments.get(name)
+        if live is None or live.dropped:
+            shared_tier.drop_images(self.settings, name)  # it was copied meanwhile
+            return
+        known = self.shell.durable_progress(name)
+        if known is not None and known >= done.progress:
+            return
+        folder = durable.folder_of(self.settings.durable_dir, name, done.progress)
+        self.shell.durable[name] = Durable(progress=done.progress, path=str(folder), spare=known)
+        self.books.persisted(name, done.progress, str(folder))
+
+    def tier_troubles(self) -> list[tuple[str, tm.Stock]]:
+        """Nodes whose tiers are not as they are configured."""
+        return [(node, stock) for node, stock in self._stocks().items() if stock.trouble]
+
     # -- images ------------------------------------------------------------------------------
     async def _images(self, job: JobId | None) -> list[dict[str, Any]]:
         """Images of living deployments and snapshots, of one job or of all."""
@@ -218,7 +238,11 @@ class StateCalls(SubmissionCalls):
         if f"{live.wpg} {live.content}" in resident:
             tiers.append(_tier(_DEVICE, progress, live.bytes))
         if not base:  # the catalogue's folder is nobody's image
-            tiers.append(_tier(_DURABLE if live.path else _HOST, progress, live.bytes))
+            hub = self._parts.hub
+            nodes = hub.snapshots.nodes(live.id) if hub is not None and not live.path else []
+            tiers += [_tier(_HOST, progress, live.bytes) | {"node": node} for node in nodes]
+            if not nodes:
+                tiers.append(_tier(_DURABLE if live.path else _HOST, progress, live.bytes))
         used = [
             sampler.last_used_us
             for name in live.samplers
@@ -256,7 +280,8 @@ class StateCalls(SubmissionCalls):
         for image in images:
             for copy in image["tiers"]:
                 tier, wpg = copy["tier"], image["wpg"]
-                where = wpg if tier == _DEVICE else held[wpg].place.node if wpg in held else ""
+                node = copy.get("node") or (held[wpg].place.node if wpg in held else "")
+                where = wpg if tier == _DEVICE else node
                 key = (tier, "" if tier == _DURABLE else where)
                 used[key] = used.get(key, 0) + copy["bytes"]
         limits = {

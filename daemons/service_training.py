@@ -21,15 +21,13 @@ from plexrl_slurm.core.errors import BadInput, ModelTooLarge, NotFound, UnknownM
 from plexrl_slurm.core.ids import CallId, DeploymentId
 from plexrl_slurm.core.messages import Call, Deployment, FunctionKind, Pool
 from plexrl_slurm.daemons import shared_tier
-from plexrl_slurm.daemons.orders import Durable
 from plexrl_slurm.daemons.parts import cuts, tokens_of
 from plexrl_slurm.daemons.service_base import ServiceBase, file_name
 from plexrl_slurm.daemons.shell import Entry
 from plexrl_slurm.daemons.state import LiveDeployment, LiveJob, LiveSnapshot, Sampler
 from plexrl_slurm.db import calls, checkpoints, deployments, snapshots
 from plexrl_slurm.db.models import CheckpointKind, CheckpointRow
-from plexrl_slurm.memory import durable
-from plexrl_slurm.transport import messages as tm
+from plexrl_slurm.model_fingerprint import fingerprint
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -115,7 +113,10 @@ class TrainingCalls(ServiceBase):
             load_path=checkpoint.path if checkpoint else "",
             load_uri=checkpoint.uri if checkpoint else "",
             optimizer=optimizer,
+            fingerprint=await asyncio.to_thread(fingerprint, Path(model.path)),
         )
+        if (known := self.state.deployments.get(model_id)) is not None:
+            return known.calls[0], model_id
 
         async def accept() -> CallId:
             live = LiveDeployment(
@@ -225,20 +226,6 @@ class TrainingCalls(ServiceBase):
             self._parts.hub.drop(deployments=[live.id], snapshots=[])
         shared_tier.drop_images(self.settings, live.id)
         self.writer.add(_drop_deployment, live.id, self.now_us(), lazy=True)
-
-    def image_persisted(self, done: tm.Done) -> None:
-        """An agent has copied an image to the durable tier."""
-        name = DeploymentId(done.deployment)
-        live = self.state.deployments.get(name)
-        if live is None or live.dropped:
-            shared_tier.drop_images(self.settings, name)  # it was copied meanwhile
-            return
-        known = self.shell.durable_progress(name)
-        if known is not None and known >= done.progress:
-            return
-        folder = durable.folder_of(self.settings.durable_dir, name, done.progress)
-        self.shell.durable[name] = Durable(progress=done.progress, path=str(folder), spare=known)
-        self.books.persisted(name, done.progress, str(folder))
 
     # -- calls -------------------------------------------------------------------------------
     async def submit(

@@ -115,6 +115,8 @@ class Shell:
         self.orders: Orders | None = None
         #: Called when a WPG that is to be given back is empty.
         self.on_drained: Callable[[WpgId], None] = lambda _wpg: None
+        #: Where a snapshot will be sampled from host memory, also if it is not placed yet.
+        self.sampled_at: Callable[[DeploymentId], WpgId | None] = lambda _snapshot: None
         #: Set when the core contradicts itself: the daemon must end.
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._spool, self._books, self._max_part_tokens = spool, books, max_part_tokens
@@ -256,7 +258,13 @@ class Shell:
         self.keep_part(call, part, ok=ok, result=result, error=error)
         self.feed(
             RunEnded(
-                at_us=now_us(), cause=CauseId(f"call {call}"), wpg=wpg, call=call, part=part, ok=ok
+                at_us=now_us(),
+                cause=CauseId(f"call {call}"),
+                wpg=wpg,
+                call=call,
+                part=part,
+                ok=ok,
+                error=error,
             )
         )
 

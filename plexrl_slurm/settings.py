@@ -175,7 +175,7 @@ class Settings:
 
     @property
     def snapshots_dir(self) -> Path:
-        """Where sampling weights lie if training and rollout are on different nodes."""
+        """Where copies of sampling weights lie that outlive the node that published them."""
         return self.state_dir / "snapshots"
 
 

@@ -52,6 +52,8 @@ class Create(msgspec.Struct, frozen=True, tag="create"):
     load_path: str = ""
     load_uri: str = ""
     optimizer: bool = False
+    #: Of the catalogue's weights when it was accepted; "": of any. See ``model_fingerprint``.
+    fingerprint: str = ""
 
 
 class ForwardBackward(msgspec.Struct, frozen=True, tag="forward_backward"):

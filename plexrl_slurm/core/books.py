@@ -140,9 +140,16 @@ class Books:
             lane.owed = None
 
     def end(
-        self, lane: Lane, run: Running, *, ok: bool, cause: CauseId, out: list[AnyInstruction]
+        self,
+        lane: Lane,
+        run: Running,
+        *,
+        ok: bool,
+        cause: CauseId,
+        out: list[AnyInstruction],
+        why: str = "",
     ) -> None:
-        """``run``, taken off the lane, has ended."""
+        """``run``, taken off the lane, has ended; badly because of ``why``."""
         entry, tenant = run.entry, run.tenant
         if entry is None or tenant is None:
             return
@@ -166,7 +173,7 @@ class Books:
                 self.finish(entry, ok=ok, reason="", cause=cause, out=out)
         else:
             again = tenant.program.replaying
-            answer = tenant.program.ended(entry, run.part, ok=ok)
+            answer = tenant.program.ended(entry, run.part, ok=ok, why=why)
             phase.open_step = tenant.program.open_step
             phase.end(kind, lane.now_us, self.estimates, self.hold_us)
             if kind is FunctionKind.OPTIM_STEP and ok and not again:

@@ -343,7 +343,7 @@ def _run_ended(books: Books, lane: Lane, event: RunEnded, out: list[AnyInstructi
     if run.entry is None:
         lane.early[event.call] = (event.part, event.ok)
         return
-    books.end(lane, run, ok=event.ok, cause=event.cause, out=out)
+    books.end(lane, run, ok=event.ok, cause=event.cause, out=out, why=event.error)
 
 
 def _switch_ended(books: Books, lane: Lane, event: SwitchEnded, out: list[AnyInstruction]) -> None:

@@ -250,6 +250,8 @@ class RunEnded(Event):
     call: CallId
     part: int
     ok: bool
+    #: Why it failed, for a state that cannot be rebuilt; may be "".
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

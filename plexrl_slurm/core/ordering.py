@@ -162,12 +162,13 @@ class Program:
         self._skip()
         return passed
 
-    def ended(self, entry: Entry, part: int, *, ok: bool) -> bool:
-        """A part has ended; whether its call is to be answered now."""
+    def ended(self, entry: Entry, part: int, *, ok: bool, why: str = "") -> bool:
+        """A part has ended, badly because of ``why``; whether its call is to be answered now."""
         seq = entry.call.seq
         if (seq, part) < self.frontier:
             if not ok:
                 self.broken = f"its state cannot be rebuilt: seq {seq} failed when it ran again"
+                self.broken += f" ({why})" if why else ""
             elif (seq, part) == self.position:
                 self._took_effect(entry, part)
             return False

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from plexrl_slurm import wire
 from plexrl_slurm.core.catalogue import ModelSpec
-from plexrl_slurm.core.errors import BadImage, BadInput, StepSkipped, StorageFull
+from plexrl_slurm.core.errors import BadImage, BadInput, PlexError, StepSkipped, StorageFull
 from plexrl_slurm.core.zero import layout_of
 from plexrl_slurm.engines import batching, jit, losses, meeting
 from plexrl_slurm.engines.base import RankSpec
@@ -32,6 +32,7 @@ from plexrl_slurm.engines.gpus import check_torch
 from plexrl_slurm.engines.movers import Mover, Piece
 from plexrl_slurm.engines.skeleton import Skeleton, bytes_of, dtype_name, quiet
 from plexrl_slurm.memory.slab import Slab, SlabHeader, SlabTensor
+from plexrl_slurm.model_fingerprint import check_weights
 
 #: A rank that hears nothing from another for so long gives up.
 _TIMEOUT: Final = timedelta(minutes=5)
@@ -72,6 +73,7 @@ class DeepSpeedEngine:
         if model is None:
             known = ", ".join(sorted(self._spec.models))
             raise BadInput(f"unknown model {body.base_model!r}; this WPG knows {known}")
+        self._gang.share_failure(_changed(model, body.fingerprint))
         torch.manual_seed(body.seed)
         there = model.architecture in self._skeletons
         skeleton = self._skeleton_for(model)
@@ -414,6 +416,15 @@ def _join(spec: RankSpec) -> None:
         if spec.meeting:  # DeepSpeed takes the group that is there
             meeting.join(spec, timeout=_TIMEOUT)
         deepspeed.init_distributed("gloo", timeout=_TIMEOUT, verbose=False)
+
+
+def _changed(model: ModelSpec, fingerprint: str) -> PlexError | None:
+    """Whether the base weights are others than when the deployment was accepted."""
+    try:
+        check_weights(model, fingerprint)
+    except PlexError as error:
+        return error
+    return None
 
 
 def _device() -> torch.device:

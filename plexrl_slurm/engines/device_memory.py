@@ -60,3 +60,11 @@ def together(parts: Iterable[DeviceMemory]) -> DeviceMemory:
     return DeviceMemory(
         used=sum(part.used for part in parts), free=min(free) * len(free) if free else None
     )
+
+
+def on_the_same(parts: Iterable[DeviceMemory]) -> DeviceMemory:
+    """Of several engines on the same GPUs, each of which sees all that is used there."""
+    parts = list(parts)
+    if any(part.free is not None for part in parts):
+        return parts[-1]
+    return DeviceMemory(used=sum(part.used for part in parts))

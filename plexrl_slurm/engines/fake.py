@@ -8,7 +8,8 @@ engine would answer with a crash or garbage, is an ``AssertionError`` here.
 list of ``{"kind": method, "count": n}``, with ``"rank"`` for one rank only: the process ends with
 code 9 at the n-th such call) and ``crash_marker`` (a file that keeps it from happening twice; the
 crash makes it). With ``clock`` a training call's metrics say when the rank began and ended it.
-With ``image_bytes`` an image has so many bytes more, so that a tier can be too small for it.
+With ``image_bytes`` an image has so many bytes more, so that a tier can be too small for it, and
+with ``snapshot_bytes`` a published snapshot, so that it takes a while to get to another node.
 """
 
 import asyncio
@@ -32,6 +33,7 @@ from plexrl_slurm.engines.device_memory import DeviceMemory
 from plexrl_slurm.engines.sampling import check_sample, top_k
 from plexrl_slurm.memory.files import part_name, storage_errors
 from plexrl_slurm.memory.slab import Slab, SlabHeader, SlabTensor
+from plexrl_slurm.model_fingerprint import check_weights
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -50,11 +52,13 @@ class FakeState(msgspec.Struct, frozen=True, kw_only=True):
     step: int = 0
 
 
-class FakeSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+class FakeSnapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Published sampling weights."""
 
     base_model: str
     weights: str
+    #: As much as a test wants.
+    more: bytes = b""
 
 
 def base_weights(model: str) -> str:
@@ -115,6 +119,7 @@ class FakeTrainEngine:
         if model is None:
             known = ", ".join(self._spec.models)
             raise BadInput(f"unknown model {body.base_model!r}; this WPG offers: {known}")
+        check_weights(model, body.fingerprint)
         self._deployment = deployment
         self._state = FakeState(
             base_model=model.name, weights=base_weights(model.name), moments=_hash("zero")
@@ -213,7 +218,8 @@ class FakeTrainEngine:
     def publish(self, body: wire.Publish, path: Path) -> wire.Saved:
         self._enter("publish")
         state = self._resident("publish")
-        snapshot = FakeSnapshot(base_model=state.base_model, weights=state.weights)
+        more = bytes(int(self._spec.options.get("snapshot_bytes", 0)))
+        snapshot = FakeSnapshot(base_model=state.base_model, weights=state.weights, more=more)
         written = self._file(path, snapshot)
         if body.path:
             self._file(Path(body.path) / "model.safetensors", snapshot)

@@ -13,7 +13,10 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, assert_never
 
 import zmq
@@ -33,6 +36,7 @@ from plexrl_slurm.engines.base import (
     make_train_engine,
 )
 from plexrl_slurm.engines.device_memory import check_given_back, check_room
+from plexrl_slurm.model_fingerprint import check_config
 
 log = logging.getLogger(__name__)
 
@@ -52,11 +56,34 @@ def die_with_parent(parent: int) -> None:
         sys.exit(1)
 
 
+def without_changed(spec: RankSpec) -> tuple[RankSpec, dict[str, str]]:
+    """The spec without models whose folders are not what the daemon read; why, by name.
+
+    Raises ``BadInput`` if none is left.
+    """
+    changed: dict[str, str] = {}
+    for name, model in spec.models.items():
+        try:
+            check_config(model)
+        except BadInput as problem:
+            changed[name] = str(problem)
+    if changed and len(changed) == len(spec.models):
+        raise BadInput("; ".join(changed.values()))
+    kept = {name: model for name, model in spec.models.items() if name not in changed}
+    return replace(spec, models=kept), changed
+
+
 class TrainRank:
     """Blocking loop around a training engine."""
 
-    def __init__(self, engine: TrainEngine, link: "zmq.Socket[bytes]") -> None:
-        self._engine, self._link = engine, link
+    def __init__(
+        self,
+        engine: TrainEngine,
+        link: "zmq.Socket[bytes]",
+        changed: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """``changed``: models that the engine was not told of, and why."""
+        self._engine, self._link, self._changed = engine, link, changed
         #: Device memory in use, as this order's answer says it.
         self._used = 0
 
@@ -94,16 +121,13 @@ class TrainRank:
         engine = self._engine
         match operation:
             case ranklink.Load():
-                load, incoming = Path(operation.load_path), operation.incoming
-                if not operation.outgoing:
-                    return engine.load_image(load, deployment=incoming), b""
-                return engine.swap_images(
-                    Path(operation.save_path),
-                    load,
-                    outgoing=operation.outgoing,
-                    progress=operation.progress,
-                    incoming=incoming,
-                ), b""
+                try:
+                    return self._load(operation), b""
+                except BadImage as problem:
+                    if not self._changed:
+                        raise
+                    why = "; ".join(self._changed.values())
+                    raise BadImage(problem.path, f"{problem.reason} ({why})") from problem
             case ranklink.Save():
                 return engine.save_image(
                     Path(operation.path),
@@ -126,10 +150,25 @@ class TrainRank:
             case _:
                 assert_never(operation)
 
+    def _load(self, operation: ranklink.Load) -> int:
+        engine = self._engine
+        load, incoming = Path(operation.load_path), operation.incoming
+        if not operation.outgoing:
+            return engine.load_image(load, deployment=incoming)
+        return engine.swap_images(
+            Path(operation.save_path),
+            load,
+            outgoing=operation.outgoing,
+            progress=operation.progress,
+            incoming=incoming,
+        )
+
     def _call(self, call: ranklink.Call) -> wire.Result:
         engine, body = self._engine, wire.decode_body(call.body)
         match body:
             case wire.Create():
+                if (why := self._changed.get(body.base_model)) is not None:
+                    raise BadInput(why)
                 created = engine.create(call.deployment, body)
                 if body.load_path:
                     engine.load_state(wire.LoadState(body.load_path, body.load_uri, body.optimizer))
@@ -250,9 +289,10 @@ def run_train(spec: RankSpec) -> int:
     link.setsockopt(zmq.IDENTITY, spec.identity.encode())
     link.connect(spec.agent)
     try:
+        spec, changed = without_changed(spec)
         engine = make_train_engine(spec)
         link.send(ranklink.encode(ranklink.Up(pid=os.getpid())))
-        TrainRank(engine, link).run()
+        TrainRank(engine, link, changed).run()
     except Exception as problem:
         traceback.print_exc()
         _say_fatal(link, problem)
@@ -275,8 +315,8 @@ async def run_sample(spec: RankSpec) -> int:
     link.setsockopt(zmq.LINGER, 1000)
     link.setsockopt(zmq.IDENTITY, spec.identity.encode())
     link.connect(spec.agent)
-    engine = make_sample_engine(spec)
     try:
+        engine = make_sample_engine(without_changed(spec)[0])
         await engine.start()
         await link.send(ranklink.encode(ranklink.Up(pid=os.getpid())))
         why = await SampleRank(engine, link).run()

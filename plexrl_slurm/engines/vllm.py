@@ -17,7 +17,7 @@ from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import BadInput, InvalidTransition, UnknownModel
 from plexrl_slurm.engines import snapshot_files
 from plexrl_slurm.engines.base import RankSpec
-from plexrl_slurm.engines.device_memory import DeviceMemory, together
+from plexrl_slurm.engines.device_memory import DeviceMemory, on_the_same
 from plexrl_slurm.engines.gpus import check_torch
 from plexrl_slurm.engines.sampling import check_sample, top_k
 from plexrl_slurm.engines.vllm_slots import Slot, shapes_of
@@ -105,7 +105,7 @@ class VllmEngine:
         return await self.memory()
 
     async def memory(self) -> DeviceMemory:
-        return together([await slot.memory() for slot in self._slots.values()])
+        return on_the_same([await slot.memory() for slot in self._slots.values()])
 
     def _awake(self) -> list[Slot]:
         """The one used least first."""

@@ -61,6 +61,18 @@ class WpgHeld(msgspec.Struct, frozen=True):
     pids: list[int]
 
 
+class SnapshotSource(msgspec.Struct, frozen=True):
+    """An agent with published snapshots, and the ways to them."""
+
+    agent: str
+    #: Where it gives them to other agents; port 0: it cannot.
+    host: str
+    port: int
+    #: Where they lie, and the secret that lies there: whoever reads it is on the same node.
+    folder: str
+    token: str
+
+
 # ---- agent to daemon ----------------------------------------------------------------------
 
 
@@ -85,6 +97,10 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     component: int = 0
     #: How often Slurm had requeued the hold when the agent was started.
     restarts: int = 0
+    #: How others get the snapshots above.
+    source: SnapshotSource | None = None
+    #: Snapshots of other nodes that it has a copy of.
+    fetched: list[str] = []
 
 
 class StockImage(msgspec.Struct, frozen=True):
@@ -107,6 +123,8 @@ class Stock(msgspec.Struct, frozen=True):
     #: Bytes of all copies on NVMe, and of those that are being written; its budget, or ``None``.
     nvme_used: int = 0
     nvme_limit: int | None = None
+    #: What is wrong with the folders of its tiers, for an admin; "" if nothing is.
+    trouble: str = ""
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
@@ -165,6 +183,18 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     left: ImagesLeft | None = None
 
 
+class SnapshotHere(msgspec.Struct, frozen=True, tag="snapshot"):
+    """A snapshot is complete in the agent's memory. Not numbered: a hello says it again."""
+
+    agent: str
+    epoch: int
+    snapshot: str
+    bytes: int
+    #: Agent that it was fetched from; "": it was published here, and is not safe yet.
+    origin: str = ""
+    took_us: int = 0
+
+
 class PartReady(msgspec.Struct, frozen=True, tag="ready"):
     """Answer to :class:`PrepareOrder`: no rank of an earlier incarnation lives here."""
 
@@ -175,7 +205,7 @@ class PartReady(msgspec.Struct, frozen=True, tag="ready"):
     images: list[ImageHeld]
 
 
-Report: TypeAlias = Hello | Beat | WpgChanged | Done | PartReady
+Report: TypeAlias = Hello | Beat | WpgChanged | Done | PartReady | SnapshotHere
 
 # ---- daemon to agent ----------------------------------------------------------------------
 
@@ -220,6 +250,9 @@ class SwitchOrder(msgspec.Struct, frozen=True, tag="switch"):
     #: Folder of the incoming's durable image, for an agent that has no image as new as this.
     durable_path: str = ""
     durable_progress: tuple[int, int] = (0, 0)
+    #: Of a snapshot in host memory: who has it, and its size (0: unknown).
+    sources: list[SnapshotSource] = []
+    snapshot_bytes: int = 0
     #: Of a WPG over several nodes: the image to load, which every node has.
     image: tuple[int, int] | None = None
 
@@ -302,6 +335,23 @@ class DropOrder(msgspec.Struct, frozen=True, tag="drop"):
     snapshots: list[str]
 
 
+class BringOrder(msgspec.Struct, frozen=True, tag="bring"):
+    """Bring a snapshot to this node in the background: one of its WPGs will sample from it."""
+
+    epoch: int
+    snapshot: str
+    #: 0: unknown.
+    bytes: int
+    sources: list[SnapshotSource]
+
+
+class SafeOrder(msgspec.Struct, frozen=True, tag="safe"):
+    """Another node has the snapshot too: its publish may end."""
+
+    epoch: int
+    snapshot: str
+
+
 class StopOrder(msgspec.Struct, frozen=True, tag="stop"):
     """The hold is given back: end the ranks, delete the host tier, exit 0."""
 
@@ -369,6 +419,8 @@ Command: TypeAlias = (
     | RunOrder
     | AbortOrder
     | DropOrder
+    | BringOrder
+    | SafeOrder
     | StopOrder
     | PrepareOrder
     | StartOrder

@@ -9,10 +9,11 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from plexrl_slurm.core.errors import BadImage, Denied
-from plexrl_slurm.daemons import shared_tier
+from plexrl_slurm.daemons import folders, shared_tier
 from plexrl_slurm.daemons.host_tier import HostTier
 from plexrl_slurm.memory import durable
 from plexrl_slurm.memory.files import WRITER, NamedBuffer, part_name, write_tensors
@@ -59,31 +60,32 @@ def test_an_agent_that_is_told_what_lives_deletes_no_snapshot_that_all_share(
     tmp_path: Path,
 ) -> None:
     tier = tier_in(tmp_path)
-    made_since = tier.snapshot("made-since")
+    made_since = tier.snapshots.shared_path("made-since")
+    assert made_since is not None
+    made_since.parent.mkdir()
     made_since.write_bytes(b"weights")
     tier.keep_only(deployments=[], snapshots=["other"])
     assert made_since.exists()
 
 
-def test_an_agent_that_shares_with_nobody_deletes_what_does_not_live(tmp_path: Path) -> None:
-    tier = tier_in(tmp_path, shared=False)
+@pytest.mark.parametrize("shared", [True, False])
+def test_an_agent_deletes_from_its_memory_what_does_not_live(tmp_path: Path, shared: bool) -> None:
+    tier = tier_in(tmp_path, shared=shared)
     for name in ("lives", "gone"):
-        tier.snapshot(name).write_bytes(b"weights")
+        tier.snapshots.path(name).write_bytes(b"weights")
     tier.keep_only(deployments=[], snapshots=["lives"])
-    assert tier.snapshot_names() == ["lives"]
+    assert tier.snapshots.names() == ["lives"]
 
 
-def test_a_snapshot_that_another_agent_is_writing_is_left_to_it(
+def test_a_snapshot_that_is_dropped_while_it_is_written_is_not_left_half(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mine, other = tier_in(tmp_path), tier_in(tmp_path, "h2.0")
-    path = other.snapshot("s")
-    monkeypatch.setenv(WRITER, f"{other.writer}.3")  # of the gang's third start
+    tier = tier_in(tmp_path)
+    path = tier.snapshots.path("s")
+    monkeypatch.setenv(WRITER, f"{tier.writer}.3")  # of the gang's third start
     being_written = part_name(path)
     being_written.write_bytes(b"half")
-    mine.drop(tm.DropOrder(epoch=1, deployments=[], snapshots=["s"]))
-    assert being_written.exists()
-    other.drop(tm.DropOrder(epoch=1, deployments=[], snapshots=["s"]))
+    tier.drop(tm.DropOrder(epoch=1, deployments=[], snapshots=["s"]))
     assert not being_written.exists()
 
 
@@ -231,3 +233,64 @@ def test_an_image_that_was_copied_while_its_deployment_was_dropped_goes_too(
         assert not folder.parent.exists()
 
     play(tmp_path, scene)
+
+
+# ---- folders of dead runs, and too small ones --------------------------------------------------
+
+
+def left_by(folder: Path, name: str) -> Path:
+    """What an agent leaves that was killed."""
+    left = folder / "host" / "n1" / name
+    left.mkdir(parents=True)
+    (left / "agent.lock").touch()
+    (left / "slab").write_bytes(b"x")
+    return left
+
+
+def test_only_what_is_certainly_a_dead_agents_is_cleaned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead, living = left_by(tmp_path, "h1.0"), left_by(tmp_path, "h2.0")
+    foreign, unlocked = left_by(tmp_path, "h3.0"), left_by(tmp_path, "h4.0")
+    (unlocked / "agent.lock").unlink()
+    os.chown(foreign, 65534, 65534)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "agent.lock").touch()
+    link = tmp_path / "host" / "n1" / "h5.0"
+    link.symlink_to(elsewhere)
+    linked = left_by(tmp_path, "h6.0")
+    (linked / "agent.lock").unlink()
+    (linked / "agent.lock").symlink_to(elsewhere / "agent.lock")
+    mine = left_by(tmp_path, "mine")
+    said: list[str] = []
+    with (living / "agent.lock").open("r+b") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        folders.tidy_siblings(mine, say=said.append)
+    assert said == [str(dead)]
+    assert not dead.exists()
+    kept = (living, foreign, unlocked, elsewhere, link, linked, mine)
+    assert all(folder.exists() for folder in kept)
+
+
+def test_a_tmpfs_that_can_never_hold_what_it_is_to_hold_is_said(tmp_path: Path) -> None:
+    small = HostTier(tmp_path / "host", snapshots=None, writer="w", host_bytes=1 << 60)
+    asyncio.run(small.own())
+    assert "and host_bytes is 1073741824.00 GiB: mount it larger" in small.stock().trouble
+    fits = HostTier(tmp_path / "other", snapshots=None, writer="w", host_bytes=1 << 20)
+    asyncio.run(fits.own())
+    assert fits.stock().trouble == ""
+
+
+def test_slabs_of_a_wpg_that_is_no_more_give_their_memory_back(tmp_path: Path) -> None:
+    store = tier_in(tmp_path).store("train-0", 1)
+    slot = store.begin()
+    write(store.paths(slot)[0], msgspec.structs.replace(make_header(8), world=1), 7)
+    again = tier_in(tmp_path)
+    again.forget_idle([])
+    assert len(again.images()) == 1, "it has an image"
+    again.keep_only(deployments=[], snapshots=[])
+    again.forget_idle(["train-0"])
+    assert list((tmp_path / "host").rglob("slot-*")), "it runs, and its slabs stay warm"
+    again.forget_idle([])
+    assert not list((tmp_path / "host").rglob("slot-*"))

@@ -17,6 +17,7 @@ from plexrl_slurm.db import checkpoints
 from plexrl_slurm.db.models import CheckpointKind
 from plexrl_slurm.memory import checkpoint
 from plexrl_slurm.memory.checkpoint import MANIFEST, Manifest, RankFile
+from plexrl_slurm.transport import messages as tm
 from tests.daemons.holds_bench import Daemon, World, world_in
 
 Scene = Callable[[World], Coroutine[Any, Any, None]]
@@ -149,6 +150,13 @@ def test_everybody_sees_every_image_and_what_a_tier_holds_against_its_budget(pla
             *["host"] * 2,
             "durable",
         ]
+        for node, facts in (("n1", {"snapshots": ["w.v12"]}), ("n2", {"fetched": ["w.v12"]})):
+            values: dict[str, Any] = {"wpgs": [], "images": [], "snapshots": [], "finished": []}
+            hello = tm.Hello(agent=node, hold="h", node=node, epoch=1, pid=1, **(values | facts))
+            daemon.hub.snapshots.hello(node.encode(), hello)
+        found = await daemon.service.partition_state(EVE)
+        used = {(tier["tier"], tier["where"]): tier["used"] for tier in found["tiers"]}
+        assert (used["host", "n1"], used["host", "n2"]) == (40, 40)
         limits = {tier["limit"] for tier in found["tiers"] if tier["tier"] == "host"}
         assert limits == {daemon.settings.host_bytes}
         assert found["tiers"][-1]["free"] > 0

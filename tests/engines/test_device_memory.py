@@ -3,7 +3,13 @@
 import pytest
 
 from plexrl_slurm.core.errors import DeviceBusy
-from plexrl_slurm.engines.device_memory import DeviceMemory, check_given_back, check_room, together
+from plexrl_slurm.engines.device_memory import (
+    DeviceMemory,
+    check_given_back,
+    check_room,
+    on_the_same,
+    together,
+)
 
 MIB = 1 << 20
 
@@ -26,3 +32,10 @@ def test_the_fullest_gpu_of_several_says_what_is_free() -> None:
     assert together(parts) == DeviceMemory(used=5, free=12)
     assert together([DeviceMemory(used=1), DeviceMemory(used=2)]) == DeviceMemory(used=3)
     assert together([]) == DeviceMemory(used=0)
+
+
+def test_engines_on_one_gpu_are_not_counted_twice() -> None:
+    gpu = DeviceMemory(used=5, free=12)
+    assert on_the_same([gpu, gpu]) == gpu
+    assert on_the_same([DeviceMemory(used=1), DeviceMemory(used=2)]) == DeviceMemory(used=3)
+    assert on_the_same([]) == DeviceMemory(used=0)

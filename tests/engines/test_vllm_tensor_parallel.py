@@ -12,6 +12,7 @@ import pytest
 
 from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.daemons import left_behind
+from plexrl_slurm.engines import ranklink
 from tests.engines.ranks import Ranks, wpg
 from tests.engines.test_vllm import PROMPT, hf_logprobs, is_alive, make_folder
 
@@ -54,6 +55,13 @@ def test_two_workers_sample_the_same_every_time_and_a_killed_one_restarts_its_ga
                 assert np.abs(expected[len(PROMPT) - 1 :] - sequence.logprobs).max() < 1e-5
             assert (await ranks.load("rollout-0", tiny_model.path, model="tiny")).ok
             assert await ranks.sample("rollout-0") == first != sampled
+
+            asleep = await ranks.order("rollout-0", ranklink.Sleep(limit=0))
+            assert (asleep.ok, asleep.used_bytes) == (True, 0)
+            awake = await ranks.order("rollout-0", ranklink.Wake(needed=0))
+            assert awake.ok and awake.used_bytes > 2 * (60 << 20)  # the KV cache of each
+            assert (await ranks.load("rollout-0", tiny_model.path, model="tiny")).ok
+            assert await ranks.sample("rollout-0") == first
 
             gang, bystander = ranks.gangs["rollout-0"], list(ranks.gangs["rollout-1"].pids)
             (rank,) = gang.pids

@@ -17,6 +17,8 @@ from tests.soak.kills import Killer
 
 #: Images that fit into host memory, of one for each job.
 IN_MEMORY: Final = 2
+#: Rounds of each job, and kills, however slow the machine is.
+FEWEST: Final = 3
 #: Beside them, for slab headers.
 _SLACK: Final = 1 << 20
 
@@ -130,7 +132,7 @@ def disturbed(
     stall_s: float,
     say: Say,
 ) -> Outcome:
-    """Rounds and kills for so long; then each job ends its round and publishes."""
+    """Rounds and kills for so long, and some of each; then each job publishes and ends."""
     end = time.monotonic() + seconds
     image = kind.image_bytes
     host_bytes = IN_MEMORY * image + kind.snapshots * 4 * kind.parameters + _SLACK
@@ -141,13 +143,17 @@ def disturbed(
         "image_every": 4,
     }
     with _partition(folder, kind, settings) as partition:
+        killer = Killer(partition, seed=seed, mean_s=kind.mean_s, patience_s=kind.patience_s)
+
+        def over() -> bool:
+            return time.monotonic() > end and len(killer.kills) >= FEWEST
+
         controllers = _start(
-            partition, jobs, seed, lambda _: time.monotonic() < end, pause_s=kind.pause_s
+            partition, jobs, seed, lambda done: done < FEWEST or not over(), pause_s=kind.pause_s
         )
         with _Watch(partition) as watch:
-            killer = Killer(partition, seed=seed, mean_s=kind.mean_s, patience_s=kind.patience_s)
             _tell(controllers, killer, say)
-            killer.strike_until(lambda: time.monotonic() > end or not _any_alive(controllers))
+            killer.strike_until(lambda: over() or not _any_alive(controllers))
             seen = _finish(controllers, stall_s)
         return Outcome(
             seen=seen,

@@ -12,7 +12,7 @@ import pytest
 from tests.scenarios.partition import REPOSITORY
 from tests.soak.controllers import Seen, differences
 from tests.soak.kills import SHARES, schedule
-from tests.soak.runs import left_running
+from tests.soak.runs import FEWEST, left_running
 
 
 def seen(number: int, *rounds: str, weights: str = "w", failure: str = "") -> Seen:
@@ -74,5 +74,5 @@ def test_eight_jobs_with_memory_for_two_learn_the_same_while_processes_are_kille
     found = json.loads(report.read_text())
     assert found["differences"] == []
     assert len(found["weights"]) == 8 and len(set(found["weights"])) == 8
-    assert min(found["rounds"]) > 0 and len(found["kills"]) > 5
-    assert found["nvme"]["back"] > 8
+    assert min(found["rounds"]) >= FEWEST and len(found["kills"]) >= FEWEST
+    assert found["nvme"]["back"] > 0

@@ -1,0 +1,492 @@
+"""Snapshots: where they are, who brings them, when a publish may end."""
+
+import asyncio
+import os
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plexrl_slurm.core.errors import BadImage, StorageFull
+from plexrl_slurm.daemons import snapshot_links, snapshot_store
+from plexrl_slurm.daemons.snapshot_links import SnapshotLinks
+from plexrl_slurm.daemons.snapshot_places import SnapshotPlaces
+from plexrl_slurm.daemons.snapshot_store import SnapshotStore
+from plexrl_slurm.memory.partial import list_of, nobody_has, part_of
+from plexrl_slurm.transport import messages as tm
+
+KEY = b"k" * 40
+NOWHERE = "tcp://127.0.0.1:9"
+NAME = "s1-1.train.0.v3"
+
+
+class Node:
+    """One agent's snapshots."""
+
+    def __init__(self, folder: Path, name: str, *, shared: Path | None, key: bytes = KEY) -> None:
+        self.name = name
+        self.store = SnapshotStore(folder / name, shared=shared, writer=name)
+        self.store.make()
+        self.store.own()
+        self.came: list[tuple[str, int, str]] = []
+        self.room: list[int] = []
+        self.links = SnapshotLinks(
+            self.store, agent=name, key=key, room=self._make_room, here=self._came
+        )
+
+    async def _make_room(self, size: int) -> None:
+        self.room.append(size)
+
+    def _came(self, name: str, size: int, origin: str, took_us: int) -> None:
+        assert took_us >= 0
+        self.came.append((name, size, origin))
+
+    def source(self, *, seen: bool = False) -> tm.SnapshotSource:
+        """As told to an agent of another node, unless that is ``seen`` to be the same one."""
+        said = self.links.source()
+        return tm.SnapshotSource(
+            agent=said.agent,
+            host=said.host,
+            port=said.port,
+            folder=said.folder,
+            token=said.token if seen else "of another memory",
+        )
+
+    def order(self, *sources: tm.SnapshotSource, size: int = 0) -> tm.SwitchOrder:
+        return tm.SwitchOrder(
+            epoch=1,
+            id="1",
+            wpg="rollout-0",
+            incarnation=1,
+            incoming=NAME,
+            sources=list(sources),
+            snapshot_bytes=size,
+        )
+
+
+def run(scene: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scene, 30))
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot_links, "WAIT_S", 0.3)
+    monkeypatch.setattr(snapshot_links, "LOOK_S", 0.02)
+
+
+# ---- who has it --------------------------------------------------------------------------------
+
+
+def test_on_one_node_the_very_file_is_loaded(tmp_path: Path) -> None:
+    train, rollout = (Node(tmp_path, name, shared=None) for name in ("train", "rollout"))
+    train.store.path(NAME).write_bytes(b"weights")
+
+    async def scene() -> None:
+        found = await rollout.links.ready(rollout.order(train.source(seen=True)))
+        assert found == str(train.store.path(NAME))
+
+    run(scene())
+    assert list(rollout.store.fetched.iterdir()) == []
+
+
+def test_an_equal_path_on_another_node_is_not_taken_for_the_same_memory(tmp_path: Path) -> None:
+    """The folder can be read, and what lies there is another node's."""
+    train, rollout = (Node(tmp_path, name, shared=None) for name in ("train", "rollout"))
+    train.store.path(NAME).write_bytes(b"of another")
+    assert rollout.store.find(NAME, [train.source()]) is None
+    assert rollout.store.find(NAME, [train.source(seen=True)]) is not None
+
+
+def test_from_another_node_it_is_fetched_and_said_to_be_here(tmp_path: Path, shared: Path) -> None:
+    train, rollout = (Node(tmp_path, name, shared=shared) for name in ("train", "rollout"))
+    data = os.urandom(9 << 20)
+    train.store.path(NAME).write_bytes(data)
+
+    async def scene() -> None:
+        await train.links.start(NOWHERE)
+        order = rollout.order(train.source(), size=len(data))
+        found = await rollout.links.ready(order)
+        assert found == str(rollout.store.fetched_path(NAME))
+        assert rollout.came == [(NAME, len(data), "train")]
+        assert rollout.room == [len(data)]
+        assert await rollout.links.ready(order) == found
+        for node in (train, rollout):
+            await node.links.close()
+
+    run(scene())
+    assert rollout.store.fetched_path(NAME).read_bytes() == data
+    assert rollout.store.fetched_names() == [NAME]
+    assert rollout.store.names() == []
+
+
+def test_a_fetch_that_was_ordered_ahead_is_the_one_that_a_switch_waits_for(tmp_path: Path) -> None:
+    train, rollout = (Node(tmp_path, name, shared=None) for name in ("train", "rollout"))
+    train.store.path(NAME).write_bytes(b"weights")
+
+    async def scene() -> None:
+        await train.links.start(NOWHERE)
+        rollout.links.want(NAME, 7, [train.source()])
+        rollout.links.want(NAME, 7, [train.source()])
+        await rollout.links.ready(rollout.order(train.source(), size=7))
+        rollout.links.want(NAME, 7, [train.source()])
+        for node in (train, rollout):
+            await node.links.close()
+
+    run(scene())
+    assert len(rollout.came) == 1
+
+
+def test_when_its_node_is_lost_the_copy_in_the_shared_folder_is_loaded(
+    tmp_path: Path, shared: Path
+) -> None:
+    train, rollout = (Node(tmp_path, name, shared=shared) for name in ("train", "rollout"))
+
+    async def scene() -> None:
+        train.store.path(NAME).write_bytes(b"weights")
+        train.store.publishing(NAME)
+        await train.store.made_safe(NAME)
+        await train.links.start(NOWHERE)
+        gone = train.source()
+        await train.links.close()
+        found = await rollout.links.ready(rollout.order(gone, size=7))
+        assert found == str(shared / f"{NAME}.safetensors")
+        assert await rollout.links.ready(rollout.order()) == found
+
+    run(scene())
+
+
+def test_a_node_without_room_loads_from_the_shared_folder(
+    tmp_path: Path, shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train, rollout = (Node(tmp_path, name, shared=shared) for name in ("train", "rollout"))
+
+    def full(*_: object) -> None:
+        raise OSError(28, os.strerror(28))
+
+    async def scene() -> None:
+        for path in (train.store.path(NAME), shared / f"{NAME}.safetensors"):
+            path.write_bytes(b"weights")
+        await train.links.start(NOWHERE)
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        found = await rollout.links.ready(rollout.order(train.source(), size=7))
+        assert found == str(shared / f"{NAME}.safetensors")
+        for node in (train, rollout):
+            await node.links.close()
+
+    run(scene())
+
+
+def test_a_snapshot_that_nobody_has_is_an_error_that_says_who_was_asked(
+    tmp_path: Path, shared: Path
+) -> None:
+    train, rollout = (Node(tmp_path, name, shared=shared) for name in ("train", "rollout"))
+
+    async def scene() -> None:
+        await train.links.start(NOWHERE)
+        with pytest.raises(BadImage, match=f"{NAME}: cannot .*train: there is no {NAME} here"):
+            await rollout.links.ready(rollout.order(train.source(), size=7))
+        for node in (train, rollout):
+            await node.links.close()
+
+    run(scene())
+
+
+def test_an_agent_of_another_partition_gives_nothing(tmp_path: Path, shared: Path) -> None:
+    train = Node(tmp_path, "train", shared=shared, key=b"another" * 6)
+    rollout = Node(tmp_path, "rollout", shared=shared)
+    train.store.path(NAME).write_bytes(b"weights")
+
+    async def scene() -> None:
+        await train.links.start(NOWHERE)
+        with pytest.raises(BadImage, match="does not have this partition's key"):
+            await rollout.links.ready(rollout.order(train.source(), size=7))
+        for node in (train, rollout):
+            await node.links.close()
+
+    run(scene())
+
+
+def test_a_wait_goes_on_when_another_source_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train, rollout = (Node(tmp_path, name, shared=None) for name in ("train", "rollout"))
+    train.store.path(NAME).write_bytes(b"weights")
+    monkeypatch.setattr(snapshot_links, "WAIT_S", 20)
+
+    async def scene() -> None:
+        waiting = asyncio.create_task(rollout.links.ready(rollout.order(size=7)))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        await train.links.start(NOWHERE)
+        rollout.links.want(NAME, 7, [train.source()])
+        assert await waiting == str(rollout.store.fetched_path(NAME))
+        for node in (train, rollout):
+            await node.links.close()
+
+    run(scene())
+
+
+def test_what_is_dropped_while_it_is_waited_for_ends_the_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rollout = Node(tmp_path, "rollout", shared=None)
+    monkeypatch.setattr(snapshot_links, "WAIT_S", 20)
+
+    async def scene() -> None:
+        waiting = asyncio.create_task(rollout.links.ready(rollout.order(size=7)))
+        await asyncio.sleep(0.05)
+        rollout.links.drop([NAME])
+        with pytest.raises(BadImage, match="was dropped while"):
+            await waiting
+
+    run(scene())
+
+
+# ---- when a publish may end --------------------------------------------------------------------
+
+
+def test_a_publish_ends_when_another_node_has_it_though_the_shared_folder_is_slow(
+    tmp_path: Path, shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = Node(tmp_path, "train", shared=shared)
+
+    async def scene() -> None:
+        slow = asyncio.Event()
+
+        async def copy(name: str) -> None:
+            await slow.wait()
+
+        monkeypatch.setattr(train.store, "_copy", copy)
+        train.store.publishing(NAME)
+        train.store.path(NAME).write_bytes(b"weights")
+        ending = asyncio.create_task(train.store.made_safe(NAME))
+        await asyncio.sleep(0.02)
+        assert not ending.done()
+        train.store.is_elsewhere(NAME)
+        await ending
+        train.store.published_or_not(NAME)
+        slow.set()
+        await train.store.settle(seconds=5)
+
+    run(scene())
+
+
+def test_a_publish_fails_when_nobody_else_can_have_it(
+    tmp_path: Path, shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = Node(tmp_path, "train", shared=shared)
+    monkeypatch.setattr(snapshot_store, "_ELSEWHERE_S", 0.05)
+
+    def full(*_: object) -> None:
+        raise OSError(28, os.strerror(28))
+
+    async def scene() -> None:
+        train.store.publishing(NAME)
+        train.store.path(NAME).write_bytes(b"weights")
+        monkeypatch.setattr("shutil.copyfile", full)
+        with pytest.raises(StorageFull):
+            await train.store.made_safe(NAME)
+        ending = asyncio.create_task(train.store.made_safe(NAME))
+        train.store.is_elsewhere(NAME)
+        await ending
+
+    run(scene())
+    assert list(shared.iterdir()) == []
+
+
+def test_where_there_is_one_node_a_publish_ends_at_once(tmp_path: Path) -> None:
+    train = Node(tmp_path, "train", shared=None)
+
+    async def scene() -> None:
+        train.store.publishing(NAME)
+        await train.store.made_safe(NAME)
+
+    run(scene())
+
+
+def test_a_copy_of_what_was_dropped_meanwhile_does_not_stay(
+    tmp_path: Path, shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train, real = Node(tmp_path, "train", shared=shared), snapshot_store._copy_file
+
+    def late(source: Path, target: Path, writer: str) -> None:
+        real(source, target, writer)
+        source.unlink()
+
+    async def scene() -> None:
+        train.store.publishing(NAME)
+        train.store.path(NAME).write_bytes(b"weights")
+        monkeypatch.setattr(snapshot_store, "_copy_file", late)
+        await train.store.made_safe(NAME)
+
+    run(scene())
+    assert list(shared.iterdir()) == []
+
+
+def test_a_node_that_is_given_back_leaves_what_it_has_in_the_shared_folder(
+    tmp_path: Path, shared: Path
+) -> None:
+    node = Node(tmp_path, "node", shared=shared)
+    node.store.path("published.v1").write_bytes(b"one")
+    node.store.fetched_path("fetched.v1").write_bytes(b"two")
+    run(node.store.settle(seconds=5))
+    found = {path.name: path.read_bytes() for path in shared.iterdir()}
+    assert found == {"published.v1.safetensors": b"one", "fetched.v1.safetensors": b"two"}
+
+
+# ---- garbage -----------------------------------------------------------------------------------
+
+
+def test_a_restarted_agent_keeps_what_is_half_fetched_and_lives(tmp_path: Path) -> None:
+    node = Node(tmp_path, "node", shared=None)
+    for name in ("lives", "gone"):
+        path = node.store.fetched_path(name)
+        part_of(path).write_bytes(b"half")
+        list_of(path).write_bytes(b"chunks")
+    node.store.own()
+    node.store.keep_only(["lives"])
+    path = node.store.fetched_path("lives")
+    assert set(node.store.fetched.iterdir()) == {part_of(path), list_of(path)}
+
+
+def test_memory_of_a_dropped_snapshot_is_kept_for_the_next_only_if_nobody_reads_it(
+    tmp_path: Path,
+) -> None:
+    node = Node(tmp_path, "node", shared=None)
+    path = node.store.fetched_path(NAME)
+    path.write_bytes(b"weights")
+    with path.open("rb") as reader:
+        assert not nobody_has(path)
+        node.store.drop(NAME)
+        assert not path.exists()
+        assert not node.store.spare.exists()
+        assert reader.read() == b"weights"
+    path.write_bytes(b"weights")
+    with node.store.reading(NAME):
+        node.store.drop(NAME)
+    assert not node.store.spare.exists()
+    path.write_bytes(b"weights")
+    node.store.drop(NAME)
+    assert node.store.spare.read_bytes() == b"weights"
+    assert node.store.fetched_names() == []
+
+
+# ---- the daemon's side -------------------------------------------------------------------------
+
+
+class Hub:
+    """Places, and what they had posted."""
+
+    def __init__(self, sampler: bytes = b"n2") -> None:
+        self.sampler = sampler
+        self.posted: list[tuple[bytes, tm.Command]] = []
+        self.places = SnapshotPlaces(
+            lambda where, what: self.posted.append((where, what)),
+            epoch=7,
+            sampler_of=lambda _: self.sampler,
+        )
+
+    def hello(self, node: str, *, port: int = 1, **facts: Any) -> None:
+        source = tm.SnapshotSource(agent=node, host="h", port=port, folder="/f", token="t")
+        values: dict[str, Any] = {"wpgs": [], "images": [], "snapshots": [], "finished": []}
+        self.places.hello(
+            node.encode(),
+            tm.Hello(
+                agent=node, hold="h1", node=node, epoch=1, pid=1, source=source, **(values | facts)
+            ),
+        )
+
+    def here(self, node: str, origin: str = "") -> None:
+        report = tm.SnapshotHere(agent=node, epoch=1, snapshot="s", bytes=9, origin=origin)
+        self.places.here(node.encode(), report)
+
+    def take(self) -> list[tuple[bytes, tm.Command]]:
+        posted, self.posted = self.posted, []
+        return posted
+
+
+def test_a_fetch_is_ordered_as_soon_as_a_snapshot_is_published() -> None:
+    hub = Hub()
+    hub.hello("n1")
+    hub.hello("n2")
+    hub.here("n1")
+    ((where, order),) = hub.take()
+    assert where == b"n2"
+    assert isinstance(order, tm.BringOrder)
+    assert (order.snapshot, order.bytes) == ("s", 9)
+    assert [source.agent for source in order.sources] == ["n1"]
+
+
+def test_the_publisher_hears_when_another_node_has_it() -> None:
+    hub = Hub()
+    hub.hello("n1")
+    hub.hello("n2")
+    hub.here("n1")
+    hub.take()
+    hub.here("n2", origin="n1")
+    assert hub.take() == [(b"n1", tm.SafeOrder(epoch=7, snapshot="s"))]
+    assert hub.places.nodes("s") == ["n1", "n2"]
+
+
+@pytest.mark.parametrize("first", ["n1", "n2"])
+def test_a_daemon_that_starts_learns_from_hellos_what_is_safe(first: str) -> None:
+    hub = Hub()
+    facts: dict[str, Any] = {"n1": {"snapshots": ["s"]}, "n2": {"fetched": ["s"]}}
+    for node in sorted(facts, reverse=first == "n2"):
+        hub.hello(node, **facts[node])
+    assert (b"n1", tm.SafeOrder(epoch=7, snapshot="s")) in hub.take()
+
+
+def test_a_copy_with_another_agent_of_the_same_node_makes_nothing_safe() -> None:
+    hub = Hub()
+    hub.hello("n1", snapshots=["s"], fetched=["s"])
+    assert hub.take() == []
+
+
+def test_an_agent_that_is_back_is_asked_at_its_new_port() -> None:
+    hub = Hub()
+    hub.hello("n1", port=1)
+    hub.hello("n2")
+    hub.here("n1")
+    hub.take()
+    hub.hello("n1", port=2, snapshots=["s"])
+    hub.places.fetch_again()
+    ((_, order),) = hub.take()
+    assert isinstance(order, tm.BringOrder)
+    assert [source.port for source in order.sources] == [2]
+
+
+def test_an_agent_that_is_lost_gives_nothing() -> None:
+    hub = Hub()
+    hub.hello("n1", snapshots=["s"])
+    assert hub.places.sources("s")
+    hub.places.gone(b"n1")
+    assert hub.places.sources("s") == []
+    assert hub.places.nodes("s") == []
+
+
+def test_nothing_is_fetched_where_it_is_published_or_has_no_sampler() -> None:
+    for sampler in (b"n1", b""):
+        hub = Hub(sampler)
+        hub.hello("n1")
+        hub.here("n1")
+        assert hub.take() == []
+
+
+def test_what_is_dropped_is_not_fetched_again() -> None:
+    hub = Hub()
+    hub.hello("n1")
+    hub.hello("n2")
+    hub.here("n1")
+    hub.take()
+    hub.places.dropped(["s"])
+    hub.places.fetch_again()
+    assert hub.take() == []
