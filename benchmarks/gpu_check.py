@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
@@ -186,7 +187,7 @@ def switches(
             bytes_out = switcher.save(job)
 
         out = device.timed(save) / bytes_out
-        into = device.timed(lambda job=resident: switcher.load(job)) / bytes_out
+        into = device.timed(partial(switcher.load, resident)) / bytes_out
         if number >= 0:
             shares.append(100 * plain / ours)
             gains.append((out + into) / 2 / ours)

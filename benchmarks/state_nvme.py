@@ -1,11 +1,12 @@
-"""How fast does an image go to a disk and back, against plain O_DIRECT of the same bytes?
+"""How fast does an image go to a disk and back, against direct I/O of the same bytes?
 
     python benchmarks/state_nvme.py [--json] [--rounds N] [--mib 256] [--folder DIR]
 
 An image of one rank in shared memory. Every round writes it with its checksums (manifest, fsync
-and rename included) and reads it back, checked; and moves as many bytes between a buffer and a
-plain file with the same blocks and as many threads, and nothing else (O_DIRECT, fsync). Which of
-the two comes first changes from round to round.
+and rename included) and reads it back, checked; and moves as many bytes in the same blocks at the
+same depth between a buffer and a file, and nothing else: with fio (libaio, direct, fsync) where it
+is installed, else with threads of its own (O_DIRECT, fsync). Which of the two comes first changes
+from round to round.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import mmap
 import os
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -70,11 +72,25 @@ def plain(path: Path, space: memoryview, *, writing: bool) -> None:
         os.close(descriptor)
 
 
+def fio(path: Path, size: int, *, writing: bool) -> float:
+    """Seconds that fio needs for the same blocks; its start is not in them."""
+    blocks = -(-size // nvme.BLOCK)
+    command = [
+        "fio", "--name=plain", f"--filename={path}", f"--rw={'write' if writing else 'read'}",
+        f"--bs={nvme.BLOCK}", f"--size={blocks * nvme.BLOCK}", f"--iodepth={nvme.DEPTH}",
+        "--ioengine=libaio", "--direct=1", "--output-format=json",
+        *([f"--fsync={blocks}"] if writing else []),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, check=True, timeout=120)
+    job = json.loads(done.stdout)["jobs"][0]["write" if writing else "read"]
+    return size / float(job["bw_bytes"])
+
+
 def timed(action: Callable[[], object]) -> float:
-    """Seconds."""
+    """Seconds: what the action says, or what it took."""
     start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
+    said = action()
+    return said if isinstance(said, float) else time.perf_counter() - start
 
 
 def measure(slabs: Path, folder: Path, arguments: argparse.Namespace) -> dict[str, list[float]]:
@@ -90,11 +106,17 @@ def measure(slabs: Path, folder: Path, arguments: argparse.Namespace) -> dict[st
         "read": [],
         "plain_read": [],
     }
+
+    def other(*, writing: bool) -> float | None:
+        if arguments.yardstick == "fio":
+            return fio(file, size, writing=writing)
+        return plain(file, space, writing=writing)
+
     actions: dict[str, Callable[[], object]] = {
         "write": lambda: nvme.write_image(image, source, owner="o"),
-        "plain_write": lambda: plain(file, space, writing=True),
+        "plain_write": lambda: other(writing=True),
         "read": lambda: nvme.read_image(image, target, owner="o"),
-        "plain_read": lambda: plain(file, space, writing=False),
+        "plain_read": lambda: other(writing=False),
     }
     for number in range(-1, arguments.rounds):  # one round to warm everything up
         shutil.rmtree(image, ignore_errors=True)
@@ -109,9 +131,13 @@ def measure(slabs: Path, folder: Path, arguments: argparse.Namespace) -> dict[st
     return rates
 
 
-def report(rates: dict[str, list[float]]) -> dict[str, Any]:
+def report(rates: dict[str, list[float]], yardstick: str) -> dict[str, Any]:
     """Median, worst and best of each, and the share of plain in each pair."""
-    answer: dict[str, Any] = {"bytes": int(rates.pop("bytes")[0]), "threads": nvme.DEPTH}
+    answer: dict[str, Any] = {
+        "bytes": int(rates.pop("bytes")[0]),
+        "depth": nvme.DEPTH,
+        "yardstick": yardstick,
+    }
     for name, values in rates.items():
         answer[name] = _spread(values, 2)
     for name in ("write", "read"):
@@ -138,16 +164,19 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=256, help="size of the image")
     parser.add_argument("--folder", type=Path, default=Path(), help="on the disk to measure")
     parser.add_argument("--slabs", type=Path, default=Path("/dev/shm"), help="a tmpfs")
+    found = "fio" if shutil.which("fio") else "own"
+    parser.add_argument("--yardstick", choices=("fio", "own"), default=found)
     arguments = parser.parse_args()
     with (
         tempfile.TemporaryDirectory(dir=arguments.folder) as folder,
         tempfile.TemporaryDirectory(dir=arguments.slabs) as slabs,
     ):
-        answer = report(measure(Path(slabs), Path(folder), arguments))
+        answer = report(measure(Path(slabs), Path(folder), arguments), arguments.yardstick)
     if arguments.json:
         print(json.dumps(answer))
         return
-    print(f"image of {answer['bytes'] / 1e9:.2f} GB, {answer['threads']} threads, GB/s")
+    print(f"image of {answer['bytes'] / 1e9:.2f} GB, depth {answer['depth']}, GB/s")
+    print(f"plain: {'fio, libaio' if answer['yardstick'] == 'fio' else 'threads of its own'}")
     print(f"{'':12}{'median':>8}{'min':>8}{'max':>8}")
     for name in ("plain_write", "write", "plain_read", "read"):
         row = answer[name]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from plexrl_slurm.daemons.nvme_tier import NvmeTier
+from plexrl_slurm.daemons.part_tier import PartTier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,8 @@ class AgentConfig:
     #: Folder on a disk of the node for images that do not fit; "": there is none.
     nvme_dir: str = ""
     nvme_bytes: int = 0
+    #: A copy there is read again after so many days; 0: never.
+    scrub_days: int = 0
     #: Component of the hold that the node belongs to.
     component: int = 0
     #: How often Slurm had requeued the hold.
@@ -41,6 +44,17 @@ class AgentConfig:
     def homes(self) -> list[Path]:
         """Folders that this agent alone owns."""
         return [Path(folder) for folder in (self.host_dir, self.nvme_dir) if folder]
+
+    def tier(self, writer: str) -> PartTier:
+        """The host tier, and what lies below it."""
+        return PartTier(
+            Path(self.host_dir),
+            snapshots=self.snapshots,
+            writer=writer,
+            nvme=self.nvme,
+            host_bytes=self.host_bytes,
+            scrub_days=self.scrub_days,
+        )
 
     @property
     def nvme(self) -> NvmeTier | None:

@@ -31,7 +31,6 @@ from plexrl_slurm.daemons.folders import tidy_siblings
 from plexrl_slurm.daemons.gang import Gang
 from plexrl_slurm.daemons.gang_part import GangPart
 from plexrl_slurm.daemons.part_orders import PartOrders
-from plexrl_slurm.daemons.part_tier import PartTier
 from plexrl_slurm.daemons.snapshot_links import SnapshotLinks
 from plexrl_slurm.engines import ranklink
 from plexrl_slurm.logs import say
@@ -69,14 +68,7 @@ class Agent:
         self._problem: BaseException | None = None
         #: GPUs that Slurm gave this node's agent; ``None``: it said nothing about GPUs.
         self._gpus = visible_gpus(os.environ)
-        writer = f"{config.agent}.{self._epoch}"
-        self._tier = PartTier(
-            Path(config.host_dir),
-            snapshots=config.snapshots,
-            writer=writer,
-            nvme=config.nvme,
-            host_bytes=config.host_bytes,
-        )
+        self._tier = config.tier(f"{config.agent}.{self._epoch}")
         self._links = SnapshotLinks(
             self._tier.snapshots,
             agent=config.agent,
@@ -183,6 +175,8 @@ class Agent:
                     self._links.want(command.snapshot, command.bytes, command.sources)
                 case tm.SafeOrder():
                     self._tier.snapshots.is_elsewhere(command.snapshot)
+                case tm.ExpectOrder():
+                    self._spawn(self._tier.expect(command, quiet=self._still.is_set))
                 case tm.EvictOrder():
                     self._spawn(self._orders.evict(command))
                 case tm.PrepareOrder() | tm.StartOrder() | tm.SettleOrder():
@@ -246,7 +240,7 @@ class Agent:
             self._moving -= 1
             if self._moving == 0:
                 self._still.set()
-                self._spawn(self._tier.copy_below(quiet=self._still.is_set))
+                self._spawn(self._tier.idle(quiet=self._still.is_set))
             self._tidy()
 
     def _tidy(self) -> None:

@@ -96,9 +96,14 @@ def _is_mine(path: Path, kind: Callable[[int], bool]) -> bool:
     return kind(found.st_mode) and found.st_uid == os.geteuid()
 
 
+def is_there(lock: int, folder: Path) -> bool:
+    """Whether the folder is the one that was locked: not deleted, moved or unmounted since."""
+    return _is_at(lock, folder / _LOCK)
+
+
 def _is_at(descriptor: int, path: Path) -> bool:
     """Whether the file has not been deleted since it was opened."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False

@@ -134,6 +134,7 @@ def _config(settings: Settings, hold: str, endpoint: str, node: str) -> AgentCon
             host_bytes=settings.host_bytes,
             nvme_dir=str(nvme),
             nvme_bytes=settings.nvme_bytes,
+            scrub_days=settings.scrub_days,
         )
     return AgentConfig(
         agent="",

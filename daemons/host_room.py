@@ -6,17 +6,22 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.errors import BadImage, BadInput, PlexError
 from plexrl_slurm.core.tiers import Eviction, How, Tier, TieredImage, choose, next_use_us
 from plexrl_slurm.daemons.nvme_tier import Copy, NvmeTier
+from plexrl_slurm.daemons.prefetch import Prefetcher
 from plexrl_slurm.logs import say
 from plexrl_slurm.memory.images import Held, ImageStore
+from plexrl_slurm.memory.nvme import Gate
 
 log = logging.getLogger(__name__)
 
 _Key = tuple[str, str]
+#: After a disk was full or broken, copies to it are tried again after this.
+REST_US: Final = 30_000_000
 
 
 class HostRoom:
@@ -38,8 +43,13 @@ class HostRoom:
         self._promised: dict[tuple[str, int], int] = {}
         #: When a deployment was last wanted, and how long after the time before.
         self._uses: dict[_Key, tuple[int, int | None]] = {}
+        #: What was switched in last on each WPG.
+        self._latest: dict[str, str] = {}
+        self.prefetcher = Prefetcher(self)
         self._deciding = asyncio.Lock()
         #: Of the copy that is made in the background.
+        #: A disk that failed is not asked for so long.
+        self._resting_us = 0
         self._copied = asyncio.Event()
         self._copied.set()
 
@@ -49,6 +59,8 @@ class HostRoom:
         store = self._stores[wpg]
         async with self._deciding:
             size = size or self._expected(wpg, deployment)
+            if self._excess(store, size) > 0:
+                await self.prefetcher.give_way()
             await self._make_room(store, size)
             slot = store.begin()
             self._promised[wpg, slot] = size
@@ -66,6 +78,7 @@ class HostRoom:
 
     def wanted(self, wpg: str, deployment: str) -> None:
         """It is being switched in."""
+        self._latest[wpg] = deployment
         now, before = now_us(), self._uses.get((wpg, deployment))
         self._uses[wpg, deployment] = now, None if before is None else now - before[0]
 
@@ -74,29 +87,47 @@ class HostRoom:
 
         Raises ``BadImage`` and ``StorageFull``.
         """
-        store, copy = self._stores[wpg], self.nvme.find(wpg, deployment)
-        held = store.find(deployment)
-        if copy is None or (held is not None and held.progress >= copy.progress):
-            return held
-        slot = await self.begin(wpg, deployment, size=copy.bytes)
-        try:
-            await self._read(copy, store.paths(slot))
-        except OSError as error:
-            if isinstance(error, PlexError):
-                raise
-            raise BadImage(str(copy.folder), f"cannot be read ({error.strerror})") from error
-        else:
-            store.commit(slot, deployment=deployment, progress=copy.progress)
-            say(log, "image_came_back", wpg=wpg, deployment=deployment, bytes=copy.bytes)
-        finally:
-            self.ended(wpg, slot)
-            store.abandon(slot)
+        store = self._stores[wpg]
+        await self.prefetcher.give_way((wpg, deployment))
+        while (copy := self.only_below(wpg, deployment)) is not None:
+            slot = await self.begin(wpg, deployment, size=copy.bytes)
+            try:
+                await self._read(copy, slot)
+                say(log, "image_came_back", wpg=wpg, deployment=deployment, bytes=copy.bytes)
+            except (PlexError, OSError) as error:
+                if self.nvme.find(wpg, deployment) is not copy:  # overtaken while it was read
+                    continue
+                if isinstance(error, PlexError):
+                    raise
+                raise BadImage(str(copy.folder), f"cannot be read ({error.strerror})") from error
         return store.find(deployment)
 
     async def make_room(self, size: int) -> None:
         """For what is no image, as far as that can be made."""
         async with self._deciding:
             await self._make_room(None, size)
+
+    def only_below(self, wpg: str, deployment: str) -> Copy | None:
+        """The copy that is newer than what is in memory."""
+        copy, store = self.nvme.find(wpg, deployment), self._stores.get(wpg)
+        if copy is None or store is None or store.world != copy.world:
+            return None
+        held = store.find(deployment)
+        return copy if held is None or held.progress < copy.progress else None
+
+    async def read_below(self, copy: Copy, *, gate: Gate, kept: Collection[_Key]) -> bool:
+        """Read it into a slab that costs nobody anything; whether there was one.
+
+        ``kept``: images that must not leave memory for it; nor does what is resident.
+        """
+        store = self._stores[copy.wpg]
+        async with self._deciding:
+            if not self._make_spare_room(store, copy.bytes, {*kept, *self._latest.items()}):
+                return False
+            slot = store.begin()
+            self._promised[copy.wpg, slot] = copy.bytes
+        await self._read(copy, slot, gate=gate)
+        return store.find(copy.deployment) is not None
 
     async def push(self, wpg: str, deployment: str) -> int:
         """Have an image on NVMe only; the bytes that memory gets back. Raises ``BadInput``."""
@@ -119,12 +150,19 @@ class HostRoom:
             store.release(deployment)
         return held.bytes
 
-    async def _read(self, copy: Copy, slabs: list[Path]) -> None:
-        """Once more, if it was bad: it is not the disk that errs every time."""
+    async def _read(self, copy: Copy, slot: int, *, gate: Gate | None = None) -> None:
+        """Into a slot that was begun."""
+        store = self._stores[copy.wpg]
         try:
-            await self.nvme.read(copy, slabs)
-        except BadImage:
-            await self.nvme.read(copy, slabs)
+            try:
+                await self.nvme.read(copy, store.paths(slot), gate=gate)
+            except BadImage:  # it is not the disk that errs every time
+                await self.nvme.read(copy, store.paths(slot), gate=gate)
+            if self.nvme.find(copy.wpg, copy.deployment) is copy:  # not dropped meanwhile
+                store.commit(slot, deployment=copy.deployment, progress=copy.progress)
+        finally:
+            self.ended(copy.wpg, slot)
+            store.abandon(slot)
 
     # -- background --------------------------------------------------------------------------
     async def copy_below(self, *, quiet: Callable[[], bool]) -> None:
@@ -171,6 +209,20 @@ class HostRoom:
                 say(log, "host_tier_full", missing_bytes=excess, nvme_bytes=self.nvme.used)
                 return
 
+    def _make_spare_room(self, store: ImageStore, size: int, kept: Collection[_Key]) -> bool:
+        """The same, if that takes no more than dropping what is on NVMe as well."""
+        while (excess := self._excess(store, size)) > 0:
+            if self._delete_a_free_slab(store):
+                continue
+            found = choose(
+                self._images(kept).values(), tier=Tier.HOST, needed_bytes=excess, below_bytes=0
+            )
+            if sum(each.bytes for each in found) < excess:
+                return False
+            for each in found:
+                self._release(*_key(each), how=each.how)
+        return True
+
     def _excess(self, store: ImageStore | None, size: int) -> int:
         there_already = store.slot_bytes(store.next_slot()) if store is not None else 0
         more = max(0, size - there_already)
@@ -204,34 +256,46 @@ class HostRoom:
         wpg, deployment = _key(eviction)
         store = self._stores[wpg]
         held = store.find(deployment)
-        if eviction.how is How.SPILL and not await self._copy(wpg, deployment):
-            return False
-        if held is not None and store.find(deployment) is held and not store.is_pinned(held.slot):
-            store.release(deployment)
-            say(log, "image_left_memory", wpg=wpg, deployment=deployment, how=str(eviction.how))
+        if eviction.how is How.SPILL:
+            await self.prefetcher.give_way()
+            if not await self._copy(wpg, deployment):
+                return False
+        if store.find(deployment) is held:
+            self._release(wpg, deployment, how=eviction.how)
         return True
+
+    def _release(self, wpg: str, deployment: str, *, how: How) -> None:
+        store = self._stores[wpg]
+        held = store.find(deployment)
+        if held is not None and not store.is_pinned(held.slot):
+            store.release(deployment)
+            say(log, "image_left_memory", wpg=wpg, deployment=deployment, how=str(how))
 
     async def _copy(self, wpg: str, deployment: str) -> bool:
         """To NVMe, if that has room or gets it; what is in memory stays there."""
         store = self._stores[wpg]
         held = store.find(deployment)
-        if held is None or not self._make_room_below(held.bytes):
+        if held is None or now_us() < self._resting_us or not self._make_room_below(held.bytes):
             return False
         store.pin(held.slot)
         try:
             await self.nvme.write(wpg, held, store.paths(held.slot))
         except (PlexError, OSError) as problem:
             say(log, "image_not_copied", wpg=wpg, deployment=deployment, reason=str(problem))
+            if not isinstance(problem, BadImage):  # the disk: say it once in a while
+                self._resting_us = now_us() + REST_US
             return False
         finally:
             store.unpin(held.slot)
-        if store.find(deployment) is not held:  # dropped or replaced meanwhile
+        copy = self.nvme.find(wpg, deployment)
+        overtaken = copy is None or copy.progress > held.progress
+        if store.find(deployment) is not held and not overtaken:  # dropped or replaced meanwhile
             self.nvme.drop(wpg, deployment)
         return True
 
     def _below(self) -> int:
         """Bytes that NVMe has, or gets by dropping copies of what is in memory."""
-        twice = sum(copy.bytes for copy in self.nvme.copies() if self._in_memory(copy))
+        twice = sum(copy.bytes for copy in self.nvme.copies() if self.in_memory(copy))
         return self.nvme.limit - self.nvme.used + twice
 
     def _make_room_below(self, size: int) -> bool:
@@ -243,7 +307,8 @@ class HostRoom:
         return self.nvme.used + size <= self.nvme.limit
 
     # -- what there is -----------------------------------------------------------------------
-    def _in_memory(self, copy: Copy) -> bool:
+    def in_memory(self, copy: Copy) -> bool:
+        """Whether memory has the same image."""
         store = self._stores.get(copy.wpg)
         held = store.find(copy.deployment) if store is not None else None
         return held is not None and held.progress == copy.progress
@@ -285,9 +350,14 @@ class HostRoom:
             bytes=size,
             tiers=tiers,
             last_use_us=last,
-            next_use_us=next_use_us(last_us=last, gap_us=gap, now_us=now) if last else None,
+            next_use_us=self._next_us(key, last, gap, now),
             pinned=pinned,
         )
+
+    def _next_us(self, key: _Key, last: int, gap: int | None, now: int) -> int | None:
+        if key in self.prefetcher.kept:
+            return now
+        return next_use_us(last_us=last, gap_us=gap, now_us=now) if last else None
 
 
 def _key(eviction: Eviction) -> _Key:

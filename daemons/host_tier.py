@@ -16,9 +16,11 @@ from plexrl_slurm.daemons.fallback import Found, Kept
 from plexrl_slurm.daemons.folders import locked, refuse_foreign, too_small
 from plexrl_slurm.daemons.host_room import HostRoom
 from plexrl_slurm.daemons.nvme_tier import NvmeTier
+from plexrl_slurm.daemons.scrubber import Scrubber
 from plexrl_slurm.daemons.snapshot_store import SnapshotStore
 from plexrl_slurm.logs import say
-from plexrl_slurm.memory import durable
+from plexrl_slurm.memory import disk, durable
+from plexrl_slurm.memory.files import part_name, write_bytes
 from plexrl_slurm.memory.images import Held, ImageStore
 from plexrl_slurm.transport import messages as tm
 
@@ -54,6 +56,7 @@ class HostTier:
         writer: str,
         nvme: NvmeTier | None = None,
         host_bytes: int = 0,
+        scrub_days: int = 0,
     ) -> None:
         """``snapshots``: a folder that all agents share, for copies that outlive the node, or
         ``None`` where there is one node; ``writer`` names the agent in what it writes to the
@@ -78,6 +81,14 @@ class HostTier:
             if nvme is not None
             else None
         )
+        #: Progress of durable images that were made here.
+        self._persisted: dict[str, tuple[int, int]] = {}
+        self._scrubber = (
+            Scrubber(self._room, days=scrub_days, durable=self._persisted.get)
+            if self._room is not None
+            else None
+        )
+        self._scrubbing: asyncio.Task[None] | None = None
 
     async def own(self) -> None:
         """Wait until no other agent uses these folders; then tidy up.
@@ -93,15 +104,23 @@ class HostTier:
         if self._nvme is not None and self._room is not None:
             await self._nvme.own(self._owner())
             for wpg, store in self.all_stores().items():
-                for held in store.held():
+                for held in list(store.held()):
                     copy = self._nvme.find(wpg, held.deployment)
-                    if copy is not None and copy.progress < held.progress:
+                    if copy is None or copy.world != store.world or not store.whole_here:
+                        continue
+                    if copy.progress < held.progress:
                         self._room.written(wpg, held.deployment, held.progress)
+                    elif copy.progress > held.progress:  # a slab that was free
+                        store.release(held.deployment)
+        if self._scrubber is not None:
+            self._scrubbing = asyncio.create_task(self._scrubber.loop())
 
     def _owner(self) -> str:
         path = self._host / _OWNER
         if not path.exists():
-            path.write_text(uuid.uuid4().hex)
+            part = part_name(path, self.writer)
+            write_bytes(part, uuid.uuid4().hex.encode())
+            disk.disk.rename(part, path)
         return path.read_text()
 
     def _make(self) -> None:
@@ -215,10 +234,18 @@ class HostTier:
             if ok:
                 self._room.written(wpg, deployment, progress)
 
-    async def copy_below(self, *, quiet: Callable[[], bool]) -> None:
-        """Prepare for the next switch that needs room, for as long as ``quiet`` says so."""
+    async def expect(self, order: tm.ExpectOrder, *, quiet: Callable[[], bool]) -> None:
+        """Prepare for the switch that is likely to come next."""
+        if self._room is not None:
+            self._room.prefetcher.expect(order.wpg, order.deployment)
+            await self.idle(quiet=quiet)
+
+    async def idle(self, *, quiet: Callable[[], bool]) -> None:
+        """Prepare for the next switches, for as long as ``quiet`` says so."""
         if self._room is not None:
             await self._room.copy_below(quiet=quiet)
+            if await self._room.prefetcher.run(quiet=quiet):
+                await self._room.copy_below(quiet=quiet)
 
     async def _bring(self, wpg: str, deployment: str) -> Held | None:
         """In memory; from NVMe if it is there only. Raises ``BadImage`` and ``StorageFull``."""
@@ -312,6 +339,7 @@ class HostTier:
             await asyncio.to_thread(
                 durable.write_image, folder, store.paths(held.slot), writer=self.writer
             )
+            self._persisted[order.deployment] = held.progress
             if order.known is not None:
                 await asyncio.to_thread(durable.keep_newest, root, order.deployment, order.known)
         finally:
@@ -386,6 +414,7 @@ class HostTier:
             nvme_used=self._nvme.used,
             nvme_limit=self._nvme.limit,
             trouble=self._trouble,
+            faults=self._scrubber.faults() if self._scrubber is not None else [],
         )
 
     async def make_room(self, size: int) -> None:

@@ -1,19 +1,27 @@
 """What an agent keeps on a disk of its node: copies of images of its training WPGs."""
 
 import asyncio
+import logging
 import os
 import shutil
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
-from plexrl_slurm.core.errors import BadImage, Denied
-from plexrl_slurm.daemons.folders import locked, refuse_foreign
+from plexrl_slurm.core.errors import BadImage, Denied, StorageFailed
+from plexrl_slurm.daemons.folders import is_there, locked, refuse_foreign
 from plexrl_slurm.filesystems import network_kind
-from plexrl_slurm.memory import nvme
+from plexrl_slurm.logs import say
+from plexrl_slurm.memory import disk, nvme
 from plexrl_slurm.memory.durable import folder_of
 from plexrl_slurm.memory.images import Held
+
+log = logging.getLogger(__name__)
+
+#: A disk that does not give a manifest is asked so often.
+_READS: Final = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,12 +75,15 @@ class NvmeTier:
 
     def _adopt(self) -> None:
         for torn in [*self._images.glob("*/*/*/.*"), *self._home.glob(".gone-*")]:
-            shutil.rmtree(torn, ignore_errors=True)
+            disk.disk.remove_tree(torn)
         for folder in sorted(self._images.glob("*/world-*/*/[0-9]*")):
             try:
-                manifest = nvme.read_manifest(folder, owner=self._owner)
-            except BadImage:
-                shutil.rmtree(folder, ignore_errors=True)
+                manifest = self._manifest(folder)
+            except BadImage as problem:
+                if nvme.unreadable(problem):  # another agent may have luck
+                    say(log, "image_unreadable", reason=str(problem))
+                else:
+                    disk.disk.remove_tree(folder)
                 continue
             found = Copy(
                 wpg=folder.parents[2].name,
@@ -86,6 +97,15 @@ class NvmeTier:
             if older is not None:  # they are sorted by progress, and of one world in the end
                 self.drop(found.wpg, found.deployment)
             self._copies[found.wpg, found.deployment] = found
+
+    def _manifest(self, folder: Path) -> nvme.Manifest:
+        for left in reversed(range(_READS)):
+            try:
+                return nvme.read_manifest(folder, owner=self._owner)
+            except BadImage as problem:
+                if not left or not nvme.unreadable(problem):
+                    raise
+        raise AssertionError("the last one returns or raises")
 
     # -- copies ------------------------------------------------------------------------------
     @property
@@ -106,6 +126,8 @@ class NvmeTier:
 
         Raises ``BadImage``, ``StorageFull`` and ``StorageFailed``.
         """
+        if self._lock is not None and not is_there(self._lock, self._home):
+            raise StorageFailed(str(self._home), "the folder was deleted or unmounted")
         world = f"world-{len(slabs)}"
         folder = folder_of(self._images / wpg / world, held.deployment, held.progress)
         self._coming += held.bytes
@@ -113,8 +135,11 @@ class NvmeTier:
             manifest = await asyncio.to_thread(nvme.write_image, folder, slabs, owner=self._owner)
         finally:
             self._coming -= held.bytes
-        older = self.find(wpg, held.deployment)
-        if older is not None and older.folder != folder:
+        other = self.find(wpg, held.deployment)
+        if other is not None and other.progress > held.progress:
+            self._delete(folder)
+            return
+        if other is not None and other.folder != folder:
             self.drop(wpg, held.deployment)
         self._copies[wpg, held.deployment] = Copy(
             wpg=wpg,
@@ -125,22 +150,34 @@ class NvmeTier:
             folder=folder,
         )
 
-    async def read(self, copy: Copy, slabs: Sequence[Path]) -> None:
-        """Copy an image into slabs. Raises ``BadImage`` and ``StorageFull``."""
-        await asyncio.to_thread(nvme.read_image, copy.folder, slabs, owner=self._owner)
+    async def read(
+        self, copy: Copy, slabs: Sequence[Path], *, gate: nvme.Gate | None = None
+    ) -> None:
+        """Copy an image into slabs. Raises ``BadImage``, ``StorageFull`` and ``Abandoned``."""
+        await asyncio.to_thread(nvme.read_image, copy.folder, slabs, owner=self._owner, gate=gate)
+
+    async def check(self, copy: Copy, *, gate: nvme.Gate) -> None:
+        """Read all of it. Raises ``BadImage`` and ``Abandoned``."""
+        await asyncio.to_thread(nvme.check_image, copy.folder, owner=self._owner, gate=gate)
 
     def drop(self, wpg: str, deployment: str) -> None:
         """Forget a copy, at once; its blocks are given back soon."""
         copy = self._copies.pop((wpg, deployment), None)
-        if copy is None:
-            return
+        if copy is not None:
+            self._delete(copy.folder)
+
+    def _delete(self, folder: Path) -> None:
         self._number += 1
         gone = self._home / f".gone-{os.getpid()}-{self._number}"
         try:
-            copy.folder.rename(gone)
-        except OSError:  # gone, or the disk is broken: it is forgotten all the same
+            disk.disk.rename(folder, gone)
+        except FileNotFoundError:
             return
-        self._sweeper.submit(shutil.rmtree, gone, ignore_errors=True)
+        except OSError as error:
+            # The next agent finds it, and that it is not the newest or that nobody wants it.
+            say(log, "copy_not_deleted", folder=folder, reason=error.strerror)
+            return
+        self._sweeper.submit(disk.disk.remove_tree, gone)
 
     def keep_only(self, deployments: Iterable[str]) -> None:
         """Drop every copy of a deployment that is not named."""

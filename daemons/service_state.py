@@ -38,12 +38,14 @@ class StateCalls(SubmissionCalls):
             "partition": self.settings.partition,
             "images": images,
             "tiers": self._tiers(images),
+            "faults": self._faults(images),
         }
 
     async def job_state(self, who: Principal, job_id: JobId) -> dict[str, Any]:
         row = await self.owned(who, job_id)
         made = await self.store.read(deployments.deployments_of, job_id)
         rows = await self.store.read(state_views.checkpoints_of, job_id)
+        images = await self._images(job_id)
         return {
             "job_id": job_id,
             "slurm_id": row.slurm_id,
@@ -52,7 +54,8 @@ class StateCalls(SubmissionCalls):
             "deployments": [
                 {"id": each.id, "model": each.base_model, "state": str(each.state)} for each in made
             ],
-            "images": await self._images(job_id),
+            "images": images,
+            "faults": self._faults(images),
             "checkpoints": await asyncio.to_thread(_checkpoints, rows),
         }
 
@@ -133,6 +136,23 @@ class StateCalls(SubmissionCalls):
         """Which tiers an image went through."""
         hub = self._parts.hub
         return list(hub.stories.of(deployment)) if hub is not None else []
+
+    def _faults(self, images: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Damaged copies of these, as their agents found them."""
+        names = {each["id"] for each in images}
+        return [
+            {
+                "id": fault.deployment,
+                "node": node,
+                "seq": fault.progress[0],
+                "part": fault.progress[1],
+                "reason": fault.reason,
+                "dropped": fault.dropped,
+            }
+            for node, stock in self._stocks().items()
+            for fault in stock.faults
+            if fault.deployment in names
+        ]
 
     def _stocks(self) -> dict[str, tm.Stock]:
         """What each node said of its tiers."""

@@ -28,6 +28,7 @@ from plexrl_slurm.core.messages import (
     DeploymentMoved,
     DeploymentPlaced,
     Drained,
+    Expect,
     Finish,
     Forget,
     FunctionKind,
@@ -354,6 +355,8 @@ class Shell:
                     self.forget(call)
             case Persist():
                 self._agents().persist(step, self.durable.get(step.deployment))
+            case Expect():
+                self._agents().hint(step)
             case Drained():
                 asyncio.get_running_loop().call_soon(self.on_drained, step.wpg)
             case Charge():

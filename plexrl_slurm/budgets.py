@@ -77,6 +77,10 @@ def check_nvme(report: Report, values: Mapping[str, Any], *, here: bool) -> None
             f"it has no effect without partition.{other}: write both, or neither",
         )
     if folder is None:
+        if report.has("partition.scrub_days") and not given:
+            report.bad(
+                "partition.scrub_days", "it has no effect without partition.nvme_dir: leave it out"
+            )
         return
     if kind := network_kind(folder):
         report.bad(

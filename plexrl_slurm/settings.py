@@ -120,6 +120,8 @@ class Settings:
     nvme_dir: Path | None = None
     #: Bytes that images may take there.
     nvme_bytes: int = 0
+    #: A copy there is read again, to see whether it is whole, after so many days; 0: never.
+    scrub_days: int = 7
     #: TCP address of the API, for controllers.
     listen_host: str = "127.0.0.1"
     listen_port: int = 8421

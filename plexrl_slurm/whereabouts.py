@@ -128,6 +128,16 @@ def read_slurm(report: Report, data: Mapping[str, Any], folder: Path, name: str)
     return SlurmSettings(**{"partition": name, **table.values})
 
 
+_MOST_DAYS: Final = 365
+
+
+def as_days(value: object) -> int:
+    """A number of whole days; 0 means never."""
+    if type(value) is int and 0 <= value <= _MOST_DAYS:
+        return value
+    raise ValueError(f"{value!r} is not a whole number of days from 0 (never) to {_MOST_DAYS}")
+
+
 def read_partition(report: Report, data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """``[partition]``, by the names of :class:`~plexrl_slurm.settings.Settings`."""
 
@@ -141,6 +151,7 @@ def read_partition(report: Report, data: Mapping[str, Any], folder: Path) -> dic
     table.take("host_bytes", as_bytes)
     table.take("nvme_dir", path, required=False)
     table.take("nvme_bytes", as_bytes, required=False)
+    table.take("scrub_days", as_days, required=False)
     table.take("database_url", lambda value: database_url(value, folder), required=False)
     table.take("policy", one_of("policy", POLICIES), required=False)
     table.take("hold_seconds", as_seconds, to="hold_us", required=False)

@@ -172,6 +172,20 @@ def test_every_setting_is_read(config: Path) -> None:
         ),
         pytest.param(
             "[[wpg]]",
+            "scrub_days = 3\n[[wpg]]",
+            "partition.scrub_days",
+            "no effect without partition.nvme_dir",
+            id="scrub without nvme",
+        ),
+        pytest.param(
+            "[[wpg]]",
+            "scrub_days = -1\n[[wpg]]",
+            "partition.scrub_days",
+            "days from 0",
+            id="scrub in the past",
+        ),
+        pytest.param(
+            "[[wpg]]",
             'nvme_dir = "nvme"\nnvme_bytes = "1KiB"\n[[wpg]]',
             "partition.nvme_bytes",
             "raise nvme_bytes",

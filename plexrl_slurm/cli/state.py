@@ -221,8 +221,20 @@ def partition_text(found: Mapping[str, Any], *, header: bool) -> str:
         (
             show.fitted(("USER", "JOBID", *_IMAGES), images, header=header),
             show.fitted(("TIER", "WHERE", "USED", "LIMIT"), tiers, header=header),
+            *map(fault_line, found.get("faults", ())),
         )
     ).strip("\n")
+
+
+def fault_line(fault: Mapping[str, Any]) -> str:
+    """A damaged copy, in one sentence."""
+    then = "it was deleted, as the image is complete elsewhere"
+    kept = "it is kept, because no other copy is as new"
+    progress = f"{fault['seq']}.{fault['part']}"
+    return (
+        f"The copy of {fault['id']} at {progress} on the disk of {fault['node']} is damaged "
+        f"({fault['reason']}): {then if fault['dropped'] else kept}."
+    )
 
 
 def _limit(tier: Mapping[str, Any]) -> str:
@@ -243,6 +255,7 @@ def _text(found: Mapping[str, Any], *, header: bool) -> str:
     ]
     if rows:
         parts.append(show.fitted(_IMAGES, rows, header=header))
+    parts += map(fault_line, found.get("faults", ()))
     saved = [
         [
             each["name"],

@@ -130,7 +130,7 @@ def _held(lane: Lane, event: WpgHeld) -> None:
 def _up(books: Books, lane: Lane, event: WpgUp, out: list[AnyInstruction]) -> None:
     if lane.wpg is None or lane.up:
         return
-    lane.up, lane.reason = True, ""
+    lane.up, lane.reason, lane.expected = True, "", None
     resident = None
     if event.resident in books.homes and books.homes[event.resident][0] is lane:
         resident = books.homes[event.resident][1]

@@ -147,6 +147,8 @@ class Lane:
     owed: Tenant | None = None
     #: Samples of the resident are no longer admitted: somebody else is to follow.
     leaving: bool = False
+    #: Who was last said to be expected next.
+    expected: DeploymentId | None = None
     #: Until when the WPG is kept for the resident while others wait.
     kept_until_us: int | None = None
     #: Tenants of which nobody has looked whether a durable copy is due.

@@ -381,6 +381,17 @@ class Persist(Instruction):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Expect(Instruction):
+    """A hint, said when it changes: ``deployment`` is likely to be switched in next.
+
+    ``None``: nobody is. Its image may be brought nearer meanwhile; nothing has to be done.
+    """
+
+    wpg: WpgId
+    deployment: DeploymentId | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Drained(Instruction):
     """Once for a :class:`WpgDraining`: nothing more is under way there, and nothing is lost
     with it. Every deployment of it is durable as it is, was never created, or is broken; or
@@ -431,5 +442,5 @@ AnyEvent: TypeAlias = (
     | Tick
 )
 AnyInstruction: TypeAlias = (
-    Switch | SaveImage | Run | Finish | Forget | Persist | Drained | Charge | WakeAt
+    Switch | SaveImage | Run | Finish | Forget | Persist | Expect | Drained | Charge | WakeAt
 )

@@ -1,13 +1,16 @@
 """Decides what an idle WPG does next: run, switch, save an image, or wait a moment."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from plexrl_slurm.core.books import Books
+from plexrl_slurm.core.expect import expected
 from plexrl_slurm.core.ids import CauseId, JobId
 from plexrl_slurm.core.lane import Lane, Move, Running, Tenant
 from plexrl_slurm.core.messages import (
     AnyInstruction,
     Drained,
+    Expect,
     FunctionKind,
     Persist,
     Pool,
@@ -28,6 +31,8 @@ class Planner:
     policy: Policy
     hysteresis: float
     image_every: int
+    #: Say who is expected next.
+    hints: bool = False
 
     def plan(self, lane: Lane, cause: CauseId) -> list[AnyInstruction]:
         """What ``lane`` does from now on; nothing if it does it already."""
@@ -44,6 +49,8 @@ class Planner:
         if lane.up:
             self._copy(lane, cause, out)
             self._say_drained(lane, cause, out)
+            if self.hints:
+                self._hint(lane, cause, out)
         out = [*lane.account(cause), *out]
         if lane.meter is not None:
             for call in lane.calls():
@@ -310,6 +317,17 @@ class Planner:
         ):
             lane.drained = True
             out.append(Drained(wpg=lane.id, cause=cause))
+
+    def _hint(self, lane: Lane, cause: CauseId, out: list[AnyInstruction]) -> None:
+        name = expected(lane, self.books.estimates, lambda found: self._best(lane, found))
+        if name != lane.expected:
+            lane.expected = name
+            out.append(Expect(wpg=lane.id, deployment=name, cause=cause))
+
+    def _best(self, lane: Lane, tenants: Sequence[Tenant]) -> Tenant:
+        candidates = tuple(self._candidate(lane, tenant) for tenant in tenants)
+        choice = self.policy.choose(candidates, hysteresis=self.hysteresis)
+        return lane.tenants[choice.winner.key]
 
     def _admit(self, lane: Lane, tenant: Tenant, cause: CauseId, out: list[AnyInstruction]) -> None:
         """All waiting samples run together; one more death would fail some: those run alone."""

@@ -32,8 +32,10 @@ class SchedulerCore:
         max_attempts: int = 3,
         durable_every: int | None = None,
         spare_images: bool = False,
+        hints: bool = False,
     ) -> None:
-        """``durable_every``: images live on nodes that can be lost, so calls are kept until a
+        """``hints``: say who is expected next, for images that lie on disks of the nodes.
+        ``durable_every``: images live on nodes that can be lost, so calls are kept until a
         durable image has them, and one is made after so many optimizer steps. ``None``: a host
         image is enough. ``spare_images``: calls are kept until the last but one has them, so
         that the newest durable image may be damaged as well.
@@ -46,7 +48,11 @@ class SchedulerCore:
             spare_images=spare_images,
         )
         self._planner = Planner(
-            books=self._books, policy=policy, hysteresis=hysteresis, image_every=image_every
+            books=self._books,
+            policy=policy,
+            hysteresis=hysteresis,
+            image_every=image_every,
+            hints=hints,
         )
         #: The tick that was asked for last and has not come.
         self._armed_us: int | None = None

@@ -6,17 +6,24 @@ never changed, so an agent that was declared lost can at worst leave a folder th
 """
 
 import os
-import shutil
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
 import msgspec
 
 from plexrl_slurm.core.errors import BadImage
-from plexrl_slurm.memory.files import publish_folder, storage_errors, sync_folder, write_bytes
-from plexrl_slurm.memory.slab import PRELUDE_BYTES, read_header, unmarked, used_bytes
+from plexrl_slurm.memory import disk
+from plexrl_slurm.memory.files import (
+    publish_folder,
+    storage_errors,
+    sync_folder,
+    write_all,
+    write_bytes,
+)
+from plexrl_slurm.memory.slab import PRELUDE_BYTES, put_prelude, read_header, unmarked, used_bytes
 
 _CHUNK: Final = 8 << 20
 MANIFEST: Final = "manifest.json"
@@ -62,43 +69,51 @@ def write_image(folder: Path, slabs: Sequence[Path], *, writer: str) -> Manifest
     """
     header = read_header(slabs[0])
     part = folder.with_name(f".{folder.name}.{writer}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True, mode=0o700)
+    disk.disk.remove_tree(part)
+    disk.disk.make_folder(part)
     try:
         files = [write_rank(part, slab, rank) for rank, slab in enumerate(slabs)]
         manifest = Manifest(
             deployment=header.deployment, progress=header.progress, files=tuple(files)
         )
         write_bytes(part / MANIFEST, msgspec.json.encode(manifest))
-        if not (folder / MANIFEST).exists():
+        if (folder / MANIFEST).exists():
+            sync_folder(folder.parent)  # whoever gave it its name may have died before that
+        else:
             publish_folder(part, folder)
-            sync_folder(folder.parent.parent)
+        sync_folder(folder.parent.parent)
         return manifest
     finally:
-        shutil.rmtree(part, ignore_errors=True)
+        disk.disk.remove_tree(part)
+
+
+def _write_file(path: Path, chunks: Iterator[bytes]) -> int:
+    """Returns the checksum."""
+    target = disk.disk.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+        crc = at = 0
+        for chunk in chunks:
+            crc = zlib.crc32(chunk, crc)
+            write_all(target, chunk, at)
+            at += len(chunk)
+        disk.disk.sync(target)
+    finally:
+        disk.disk.close(target)
+    return crc
 
 
 def write_rank(part: Path, slab: Path, rank: int) -> RankFile:
     """Copy one rank's complete slab into an image that is not finished."""
     name, size = f"rank-{rank}.slab", used_bytes(slab)
-    with (
-        storage_errors(part, size),
-        slab.open("rb") as source,
-        (part / name).open("xb") as target,
-    ):
-        crc = 0
-        for chunk in _chunks(source, size):
-            crc = zlib.crc32(chunk, crc)
-            target.write(chunk)
-        target.flush()
-        os.fsync(target.fileno())
+    with storage_errors(part, size):
+        crc = _write_file(part / name, _chunks(slab, size))
     return RankFile(name=name, bytes=size, crc32=crc)
 
 
 def read_manifest(folder: Path) -> Manifest:
     """Raises ``BadImage`` if there is no complete image."""
     try:
-        return msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+        return msgspec.json.decode(disk.disk.read_file(folder / MANIFEST), type=Manifest)
     except OSError as error:
         raise BadImage(str(folder), f"cannot be read ({error.strerror})") from error
     except msgspec.DecodeError as error:
@@ -124,29 +139,26 @@ def read_image(
     for file, slab in zip(mine, slabs, strict=True):
         preludes.append(_read_slab(folder / file.name, file, slab))
     for prelude, slab in zip(preludes, slabs, strict=True):
-        with slab.open("r+b") as target:
-            target.write(prelude)
+        put_prelude(slab, prelude)
     return manifest
 
 
 def _read_slab(source_path: Path, file: RankFile, slab: Path) -> bytes:
     """Everything but the commit mark; returns the prelude, which has it."""
-    descriptor = os.open(slab, os.O_RDWR | os.O_CREAT, 0o600)
-    with storage_errors(slab.parent, file.bytes), os.fdopen(descriptor, "r+b") as target:
-        size = max(file.bytes, os.fstat(target.fileno()).st_size)
-        os.posix_fallocate(target.fileno(), 0, size)
-        try:
-            source = source_path.open("rb")
-        except OSError as error:
-            raise BadImage(str(source_path), f"cannot be read ({error.strerror})") from error
-        with source:
-            crc, prelude = 0, b""
-            for chunk in _chunks(source, file.bytes):
-                crc = zlib.crc32(chunk, crc)
-                if not prelude:
-                    prelude = chunk[:PRELUDE_BYTES]
-                    chunk = unmarked(prelude) + chunk[PRELUDE_BYTES:]
-                target.write(chunk)
+    target = disk.disk.open(slab, os.O_RDWR | os.O_CREAT)
+    try:
+        with storage_errors(slab.parent, file.bytes):
+            disk.disk.allocate(target, max(file.bytes, os.fstat(target).st_size))
+        crc, at, prelude = 0, 0, b""
+        for chunk in _chunks(source_path, file.bytes):
+            crc = zlib.crc32(chunk, crc)
+            if not prelude:
+                prelude = chunk[:PRELUDE_BYTES]
+                chunk = unmarked(prelude) + chunk[PRELUDE_BYTES:]
+            write_all(target, chunk, at)
+            at += len(chunk)
+    finally:
+        disk.disk.close(target)
     if crc != file.crc32:
         raise BadImage(str(source_path), "is damaged: its checksum is not that of its manifest")
     return prelude
@@ -157,7 +169,7 @@ def keep_newest(durable: Path, deployment: str, progress: tuple[int, int]) -> No
     kept = folder_of(durable, deployment, progress)
     for folder in sorted(home_of(durable, deployment).glob("[0-9]*")):
         if folder.name < kept.name:
-            shutil.rmtree(folder, ignore_errors=True)
+            _delete(folder)
 
 
 def folders_of(home: Path) -> list[Path]:
@@ -174,23 +186,44 @@ def progress_of(folder: Path) -> tuple[int, int]:
 def set_aside(folder: Path) -> None:
     """A damaged image gets a name under which nobody looks for one; it goes with its deployment."""
     aside = folder.with_name(f"damaged-{folder.name}")
-    shutil.rmtree(aside, ignore_errors=True)
+    disk.disk.remove_tree(aside)
     if folder.exists():
-        folder.rename(aside)
+        disk.disk.rename(folder, aside)
         sync_folder(folder.parent)
 
 
 def drop_images(durable: Path, deployment: str) -> None:
     """Delete all images of a deployment."""
-    shutil.rmtree(home_of(durable, deployment), ignore_errors=True)
+    home = home_of(durable, deployment)
+    for folder in home.glob("[0-9]*"):
+        _delete(folder)
+    disk.disk.remove_tree(home)
 
 
-def _chunks(source: BinaryIO, size: int) -> Iterator[bytes]:
-    """Exactly ``size`` bytes."""
-    left = size
-    while left:
-        chunk = source.read(min(_CHUNK, left))
-        if not chunk:
-            raise BadImage(source.name, f"is cut off: {left} bytes are missing")
-        left -= len(chunk)
-        yield chunk
+def _delete(folder: Path) -> None:
+    """The manifest first, so that half an image is none."""
+    with suppress(OSError):
+        disk.disk.remove(folder / MANIFEST)
+    disk.disk.remove_tree(folder)
+
+
+def _chunks(path: Path, size: int) -> Iterator[bytes]:
+    """Exactly ``size`` bytes. Raises ``BadImage``."""
+    try:
+        source = disk.disk.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise BadImage(str(path), f"cannot be read ({error.strerror})") from error
+    try:
+        at = 0
+        while at < size:
+            chunk = bytearray(min(_CHUNK, size - at))
+            try:
+                read = disk.disk.read(source, [memoryview(chunk)], at)
+            except OSError as error:
+                raise BadImage(str(path), f"cannot be read ({error.strerror})") from error
+            if not read:
+                raise BadImage(str(path), f"is cut off: {size - at} bytes are missing")
+            at += read
+            yield bytes(memoryview(chunk)[:read])
+    finally:
+        disk.disk.close(source)

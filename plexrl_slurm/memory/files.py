@@ -4,12 +4,10 @@
 plain buffers: no copy, no torch, and the checksum comes for free.
 """
 
-import ctypes
 import errno
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from plexrl_slurm.core.errors import StorageFull
+from plexrl_slurm.memory import disk
 
 #: dtype names of numpy and torch to those of safetensors.
 _SAFETENSORS: Final = {
@@ -27,8 +26,6 @@ _SAFETENSORS: Final = {
 }
 #: Variable that names whoever writes, in processes that are not alone.
 WRITER: Final = "PLEXRL_WRITER"
-_AT_FDCWD: Final = -100
-_RENAME_EXCHANGE: Final = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,19 +111,26 @@ def part_name(path: Path, writer: str | None = None) -> Path:
 
 def sync_folder(path: Path) -> None:
     """Make renames in the folder survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    disk.disk.sync_folder(path)
 
 
 def write_bytes(path: Path, data: bytes) -> None:
     """Write and fsync a small file inside a folder that is not published yet."""
-    with storage_errors(path.parent, len(data)), path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    with storage_errors(path.parent, len(data)):
+        descriptor = disk.disk.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        try:
+            write_all(descriptor, data, 0)
+            disk.disk.sync(descriptor)
+        finally:
+            disk.disk.close(descriptor)
+
+
+def write_all(descriptor: int, data: memoryview | bytes, offset: int) -> None:
+    """Write all of it, though the system may do less at once."""
+    view = memoryview(data)
+    while view.nbytes:
+        done = disk.disk.write(descriptor, view, offset)
+        view, offset = view[done:], offset + done
 
 
 def publish_folder(part: Path, path: Path) -> None:
@@ -134,22 +138,18 @@ def publish_folder(part: Path, path: Path) -> None:
     sync_folder(part)
     if path.exists():
         _exchange(part, path)
-        shutil.rmtree(part, ignore_errors=True)
+        disk.disk.remove_tree(part)
     else:
-        part.rename(path)
+        disk.disk.rename(part, path)
     sync_folder(path.parent)
 
 
 def _exchange(one: Path, other: Path) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    answer = libc.renameat2(
-        _AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE
-    )
-    if answer == 0:
+    if disk.disk.exchange(one, other):
         return
     # A file system without exchange (NFS): two renames, and the old one stays findable between.
     old = other.with_name(f".{other.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    other.rename(old)
-    one.rename(other)
-    shutil.rmtree(old, ignore_errors=True)
+    disk.disk.remove_tree(old)
+    disk.disk.rename(other, old)
+    disk.disk.rename(one, other)
+    disk.disk.remove_tree(old)

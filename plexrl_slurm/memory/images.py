@@ -6,13 +6,14 @@ deployments need k + 1 slots (one more while an image is copied to the durable t
 every instant each has a complete image or none yet.
 """
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from plexrl_slurm.core.errors import BadImage
-from plexrl_slurm.memory.slab import PRELUDE_BYTES, read_header, unmarked
+from plexrl_slurm.memory import disk
+from plexrl_slurm.memory.slab import PRELUDE_BYTES, put_prelude, read_header, unmarked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,9 @@ class Held:
 
 class ImageStore:
     """Slots of one WPG. Not thread-safe; one agent owns it."""
+
+    #: Whether an image of which all is here is complete.
+    whole_here: ClassVar[bool] = True
 
     def __init__(self, folder: Path, *, world: int) -> None:
         self._folder, self._world = folder, world
@@ -104,17 +108,17 @@ class ImageStore:
         """Give back the memory of a free slot, which ranks may still have mapped."""
         for path in self.paths(slot):
             if path.exists():
-                os.truncate(path, 0)
-                path.unlink()
+                disk.disk.truncate(path)
+                disk.disk.remove(path)
 
     def release(self, deployment: str) -> None:
         """Forget an image that is complete elsewhere; its slab is free for the next one."""
         held = self._held.pop(deployment)
         for path in self.paths(held.slot):
-            with path.open("r+b") as file:  # an agent that starts again must not take it for one
+            # An agent that starts again must not take it for one.
+            with path.open("rb") as file:
                 prelude = file.read(PRELUDE_BYTES)
-                file.seek(0)
-                file.write(unmarked(prelude))
+            put_prelude(path, unmarked(prelude))
 
     def forget(self, deployment: str) -> None:
         """Its slab turned out to be damaged, and is free."""
@@ -124,8 +128,12 @@ class ImageStore:
         return {held.slot for held in self._held.values()} | self._writing | self._pinned.keys()
 
     def commit(self, slot: int, *, deployment: str, progress: tuple[int, int]) -> None:
-        """Every rank has finished writing ``slot``: it is the image now."""
+        """Every rank has finished writing ``slot``: it is the image now, unless a newer one has
+        become it meanwhile."""
         self._writing.discard(slot)
+        held = self._held.get(deployment)
+        if held is not None and held.progress > progress:
+            return
         size = sum(path.stat().st_size for path in self.paths(slot))
         self._held[deployment] = Held(
             deployment=deployment, progress=progress, slot=slot, bytes=size
@@ -147,8 +155,8 @@ class ImageStore:
             self.drop(gone)
 
     def _slots_on_disk(self) -> list[int]:
-        names = (path.name for path in self._folder.glob("slot-*.rank-0"))
-        return sorted(int(name.split(".")[0].removeprefix("slot-")) for name in names)
+        names = (path.name for path in self._folder.glob("slot-*.rank-*"))
+        return sorted({int(name.split(".")[0].removeprefix("slot-")) for name in names})
 
     def _adopt(self, slot: int) -> None:
         """Take over what an earlier agent left, if all its ranks agree on what it is."""

@@ -6,14 +6,16 @@ several at a time; where O_DIRECT is refused, through the page cache. An image b
 owner, a token that lives as long as the host tier above it.
 """
 
+import ctypes
 import errno
 import fcntl
 import mmap
 import os
-import shutil
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
@@ -22,17 +24,55 @@ import msgspec
 from crc32c import crc32c
 
 from plexrl_slurm.core.errors import BadImage, PlexError, StorageFailed
+from plexrl_slurm.memory import disk
 from plexrl_slurm.memory.files import publish_folder, storage_errors, write_bytes
-from plexrl_slurm.memory.slab import PRELUDE_BYTES, read_header, unmarked, used_bytes
+from plexrl_slurm.memory.slab import PRELUDE_BYTES, put_prelude, read_header, unmarked, used_bytes
 
 T = TypeVar("T")
+_libc: Final = ctypes.CDLL(None)
 
 #: What one thread moves at once; a multiple of the page.
 BLOCK: Final = 8 << 20
 #: Blocks that are under way at once.
 DEPTH: Final = 4
+#: Threads beside those: they checksum, or map pages, while the disk works for the others.
+SPARE: Final = 2
+_POPULATE_WRITE: Final = 23
 FORMAT: Final = 1
 _MANIFEST: Final = "manifest.json"
+
+
+class Abandoned(Exception):
+    """Nobody wants the image any more."""
+
+
+class Gate:
+    """The way in which another thread slows a read down, or ends it."""
+
+    def __init__(self, *, slow: bool = False, share: float = 1.0) -> None:
+        """``slow``: others' reads and writes come first; ``share`` of the time, then."""
+        self._slow, self._share, self._closed = slow, share, threading.Event()
+        self._turn, self._turns = threading.Semaphore(1), threading.Semaphore(DEPTH)
+
+    def hurry(self) -> None:
+        """Somebody waits for it."""
+        self._slow, self._share = False, 1.0
+
+    def close(self) -> None:
+        """End it at the next block."""
+        self._closed.set()
+
+    @contextmanager
+    def block(self) -> Iterator[None]:
+        """Around what the disk does of a block; one at a time while it is slow. Raises
+        ``Abandoned``."""
+        with self._turn if self._slow else self._turns:
+            if self._closed.is_set():
+                raise Abandoned
+            start = time.monotonic()
+            yield
+            if self._share < 1:
+                self._closed.wait((time.monotonic() - start) * (1 / self._share - 1))
 
 
 class RankFile(msgspec.Struct, frozen=True):
@@ -79,11 +119,11 @@ def write_image(folder: Path, slabs: Sequence[Path], *, owner: str) -> Manifest:
     """
     header = read_header(slabs[0])
     part = _part(folder)
-    shutil.rmtree(part, ignore_errors=True)
+    disk.disk.remove_tree(part)
     sizes = [used_bytes(slab) for slab in slabs]
     try:
         with _disk_errors(folder.parent), storage_errors(_standing(folder), sum(sizes)):
-            part.mkdir(parents=True, mode=0o700)
+            disk.disk.make_folder(part)
             files = tuple(
                 _write_rank(slab, part / f"rank-{rank}.slab", size)
                 for rank, (slab, size) in enumerate(zip(slabs, sizes, strict=True))
@@ -102,14 +142,14 @@ def write_image(folder: Path, slabs: Sequence[Path], *, owner: str) -> Manifest:
             publish_folder(part, folder)
         return manifest
     finally:
-        shutil.rmtree(part, ignore_errors=True)
+        disk.disk.remove_tree(part)
 
 
 def read_manifest(folder: Path, *, owner: str) -> Manifest:
     """Raises ``BadImage`` if there is no complete image of this owner and format."""
     path = folder / _MANIFEST
     try:
-        data = path.read_bytes()
+        data = disk.disk.read_file(path)
     except OSError as error:
         raise BadImage(str(path), f"cannot be read ({error.strerror})") from error
     said, _, text = data.removesuffix(b"\n").partition(b"\n")
@@ -128,31 +168,57 @@ def read_manifest(folder: Path, *, owner: str) -> Manifest:
     return manifest
 
 
-def read_image(folder: Path, slabs: Sequence[Path], *, owner: str) -> Manifest:
+def unreadable(problem: BadImage) -> bool:
+    """Whether the disk does not give an image, which may be whole."""
+    return isinstance(problem.__cause__, OSError)
+
+
+def read_image(
+    folder: Path, slabs: Sequence[Path], *, owner: str, gate: Gate | None = None
+) -> Manifest:
     """Copy the image in ``folder`` into slabs, which are valid only once all is there and checked.
 
     A slab that exists is overwritten in place: ranks keep their mapping of it. Raises
-    ``BadImage``, and ``StorageFull`` if there is no room for the slabs.
+    ``BadImage``, ``StorageFull`` if there is no room for the slabs, and ``Abandoned``.
     """
+    gate = gate or Gate()
     manifest = read_manifest(folder, owner=owner)
     if len(manifest.files) != len(slabs):
         ranks = len(manifest.files)
         raise BadImage(str(folder), f"is of {ranks} ranks, and {len(slabs)} are to load it")
     preludes = [
-        _read_rank(folder / file.name, file, manifest.block_bytes, slab)
+        _read_rank(folder / file.name, file, manifest.block_bytes, slab, gate)
         for file, slab in zip(manifest.files, slabs, strict=True)
     ]
     for prelude, slab in zip(preludes, slabs, strict=True):
-        with slab.open("r+b") as target:
-            target.write(prelude)
+        put_prelude(slab, prelude)
     return manifest
+
+
+def check_image(folder: Path, *, owner: str, gate: Gate) -> None:
+    """Read all of it, and nothing else. Raises ``BadImage`` and ``Abandoned``."""
+    manifest = read_manifest(folder, owner=owner)
+    space = memoryview(mmap.mmap(-1, manifest.block_bytes))
+    for file in manifest.files:
+        path = folder / file.name
+        try:
+            with _direct(path, writing=False) as source:
+                _same_size(path, source, file)
+                for block in _blocks(file.bytes, manifest.block_bytes):
+                    with gate.block():
+                        _read_block(path, source, block, space[: block.size], file)
+        except OSError as error:
+            if isinstance(error, PlexError):
+                raise
+            raise BadImage(str(path), f"cannot be read ({error.strerror})") from error
 
 
 def drop_image(folder: Path) -> None:
     """Delete an image; the manifest first, so that half of it is none."""
-    (folder / _MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.rmtree(_part(folder), ignore_errors=True)
+    with suppress(OSError):
+        disk.disk.remove(folder / _MANIFEST)
+    disk.disk.remove_tree(folder)
+    disk.disk.remove_tree(_part(folder))
 
 
 def _part(folder: Path) -> Path:
@@ -168,36 +234,39 @@ def _standing(folder: Path) -> Path:
 
 def _write_rank(slab: Path, path: Path, size: int) -> RankFile:
     with _mapped(slab, size, writable=False) as view, _direct(path, writing=True) as target:
-        os.posix_fallocate(target, 0, size)
+        disk.disk.allocate(target, size)
+
+        gate = Gate()
 
         def write(block: _Block) -> int:
             data = view[block.offset : block.offset + block.size]
             crc = crc32c(data)
-            _whole(target, block, lambda at: os.pwrite(target, data[at:], block.offset + at))
+            with gate.block():
+                _whole(
+                    target, block, lambda at: disk.disk.write(target, data[at:], block.offset + at)
+                )
             return crc
 
         try:
             crcs = _each(write, _blocks(size, BLOCK))
-            os.fsync(target)
+            disk.disk.sync(target)
         except OSError as error:
             error.filename = error.filename or str(path)
             raise
     return RankFile(name=path.name, bytes=size, blocks=tuple(crcs))
 
 
-def _read_rank(path: Path, file: RankFile, block_bytes: int, slab: Path) -> bytes:
+def _read_rank(path: Path, file: RankFile, block_bytes: int, slab: Path, gate: Gate) -> bytes:
     """Everything but the commit mark; returns the prelude, which has it."""
     blocks = list(_blocks(file.bytes, block_bytes))
     if len(blocks) != len(file.blocks):
         raise BadImage(str(path), f"has {len(blocks)} blocks and {len(file.blocks)} checksums")
     try:
         with _direct(path, writing=False) as source:
-            there = os.fstat(source).st_size
-            if there != file.bytes:
-                raise BadImage(str(path), f"is cut off: {there} of {file.bytes} bytes are there")
+            _same_size(path, source, file)
             _reserve(slab, file.bytes)
             with _mapped(slab, file.bytes, writable=True) as view:
-                return _fill(path, source, file, blocks, view)
+                return _fill(path, source, file, blocks, view, gate)
     except PlexError:
         raise
     except OSError as error:
@@ -205,7 +274,12 @@ def _read_rank(path: Path, file: RankFile, block_bytes: int, slab: Path) -> byte
 
 
 def _fill(
-    path: Path, source: int, file: RankFile, blocks: Sequence[_Block], view: memoryview
+    path: Path,
+    source: int,
+    file: RankFile,
+    blocks: Sequence[_Block],
+    view: memoryview,
+    gate: Gate,
 ) -> bytes:
     view[:PRELUDE_BYTES] = bytes(PRELUDE_BYTES)
     # The first block has the commit mark, which nobody may see before all is checked.
@@ -214,11 +288,10 @@ def _fill(
     def read(block: _Block) -> None:
         target = memoryview(aside) if block.number == 0 else view[block.offset :]
         data = target[: block.size]
-        _whole(source, block, lambda at: os.preadv(source, [data[at:]], block.offset + at))
-        if crc32c(data) != file.blocks[block.number]:
-            raise BadImage(
-                str(path), f"is damaged: block {block.number} does not match its checksum"
-            )
+        _populate(data)
+        with gate.block():
+            _whole(source, block, lambda at: disk.disk.read(source, [data[at:]], block.offset + at))
+        _compare(path, block, data, file)
 
     _each(read, blocks)
     first = memoryview(aside)
@@ -228,13 +301,29 @@ def _fill(
     return prelude
 
 
+def _read_block(path: Path, source: int, block: _Block, data: memoryview, file: RankFile) -> None:
+    _whole(source, block, lambda at: disk.disk.read(source, [data[at:]], block.offset + at))
+    _compare(path, block, data, file)
+
+
+def _compare(path: Path, block: _Block, data: memoryview, file: RankFile) -> None:
+    if block.number >= len(file.blocks) or crc32c(data) != file.blocks[block.number]:
+        raise BadImage(str(path), f"is damaged: block {block.number} does not match its checksum")
+
+
+def _same_size(path: Path, source: int, file: RankFile) -> None:
+    there = os.fstat(source).st_size
+    if there != file.bytes:
+        raise BadImage(str(path), f"is cut off: {there} of {file.bytes} bytes are there")
+
+
 def _reserve(slab: Path, size: int) -> None:
-    descriptor = os.open(slab, os.O_RDWR | os.O_CREAT, 0o600)
+    descriptor = disk.disk.open(slab, os.O_RDWR | os.O_CREAT)
     try:
         with storage_errors(slab.parent, size):
-            os.posix_fallocate(descriptor, 0, max(size, os.fstat(descriptor).st_size))
+            disk.disk.allocate(descriptor, max(size, os.fstat(descriptor).st_size))
     finally:
-        os.close(descriptor)
+        disk.disk.close(descriptor)
 
 
 # ---- blocks -------------------------------------------------------------------------------
@@ -246,7 +335,7 @@ def _blocks(size: int, each: int) -> Iterator[_Block]:
 
 
 def _each(work: Callable[[_Block], T], blocks: Iterator[_Block] | Sequence[_Block]) -> list[T]:
-    with ThreadPoolExecutor(DEPTH, thread_name_prefix="nvme") as pool:
+    with ThreadPoolExecutor(DEPTH + SPARE, thread_name_prefix="nvme") as pool:
         futures = [pool.submit(work, block) for block in blocks]
         try:
             return [future.result() for future in futures]
@@ -254,6 +343,16 @@ def _each(work: Callable[[_Block], T], blocks: Iterator[_Block] | Sequence[_Bloc
             for future in futures:
                 future.cancel()
             raise
+
+
+def _populate(data: memoryview) -> None:
+    """Have the pages mapped before the disk waits for them; a kernel that cannot does it later."""
+    if data.nbytes % mmap.PAGESIZE == 0:
+        _libc.madvise(
+            ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(data))),
+            ctypes.c_size_t(data.nbytes),
+            _POPULATE_WRITE,
+        )
 
 
 def _whole(descriptor: int, block: _Block, move: Callable[[int], int]) -> None:
@@ -287,16 +386,16 @@ def _direct(path: Path, *, writing: bool) -> Iterator[int]:
     """A descriptor with O_DIRECT, or without where the file system refuses it."""
     flags = (os.O_RDWR | os.O_CREAT | os.O_EXCL) if writing else os.O_RDONLY
     try:
-        descriptor = os.open(path, flags | os.O_DIRECT, 0o600)
+        descriptor = disk.disk.open(path, flags | os.O_DIRECT)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
         # It was made all the same on some file systems.
-        descriptor = os.open(path, flags & ~os.O_EXCL, 0o600)
+        descriptor = disk.disk.open(path, flags & ~os.O_EXCL)
     try:
         yield descriptor
     finally:
-        os.close(descriptor)
+        disk.disk.close(descriptor)
 
 
 @contextmanager

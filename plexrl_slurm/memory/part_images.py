@@ -17,6 +17,8 @@ from plexrl_slurm.memory.slab import SlabHeader, read_header
 class PartImages(ImageStore):
     """Slots of one WPG on one of its nodes."""
 
+    whole_here = False
+
     def __init__(self, folder: Path, *, world: int, ranks: range) -> None:
         """``world``: of all nodes; ``ranks``: those of this one."""
         #: Of this node.

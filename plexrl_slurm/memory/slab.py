@@ -20,6 +20,8 @@ from typing import Final
 import msgspec
 
 from plexrl_slurm.core.errors import BadImage, StorageFull
+from plexrl_slurm.memory import disk
+from plexrl_slurm.memory.files import write_all
 
 _MAGIC: Final = b"PLEXSLAB"
 _VERSION: Final = 1
@@ -85,6 +87,15 @@ def used_bytes(path: Path) -> int:
 def unmarked(prelude: bytes) -> bytes:
     """The prelude of a slab that is not finished."""
     return prelude[:_MARK_AT] + bytes(_MARK.size)
+
+
+def put_prelude(path: Path, prelude: bytes) -> None:
+    """Make a slab valid, or not; everything else of it is there already."""
+    descriptor = disk.disk.open(path, os.O_WRONLY)
+    try:
+        write_all(descriptor, prelude, 0)
+    finally:
+        disk.disk.close(descriptor)
 
 
 def _header_bytes(path: Path, prelude: bytes) -> int:
@@ -200,10 +211,10 @@ class Slab:
 
     def _grow(self, needed: int) -> None:
         new = not self.path.exists()
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
+        descriptor = disk.disk.open(self.path, os.O_RDWR | os.O_CREAT)
         try:
             size = max(needed, os.fstat(descriptor).st_size)
-            os.posix_fallocate(descriptor, 0, size)
+            disk.disk.allocate(descriptor, size)
             self._map_file(descriptor)
         except OSError as error:
             if new:
@@ -216,7 +227,7 @@ class Slab:
                 str(self.path.parent), needed, free.f_bavail * free.f_frsize
             ) from error
         finally:
-            os.close(descriptor)
+            disk.disk.close(descriptor)
 
     def _map_file(self, descriptor: int) -> None:
         # The old mapping, if any, goes when the last view of it does.

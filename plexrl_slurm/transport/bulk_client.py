@@ -16,6 +16,8 @@ from plexrl_slurm.transport import bulk
 
 #: Times in a row that nothing good comes before a source is given up.
 _TRIES: Final = 4
+#: More bytes than this come through two connections.
+_TWO_STREAMS: Final = 64 << 20
 #: Before the second of them; twice as long before each further one.
 _PAUSE_S: Final = 0.1
 
@@ -46,15 +48,15 @@ class BulkFetch:
         """``size`` as it has to be, if that is known; ``spare``: see ``PartialFile``."""
         self._address, self._key, self._name = address, key, name
         self._target, self._size, self._spare = target, size, spare
-        self._link: socket.socket | None = None
+        self._links: list[socket.socket] = []
         self._cancelled = threading.Event()
+        self._counting = threading.Lock()
         self._received = 0
 
     def cancel(self) -> None:
         """Have :meth:`run` end soon with ``ConnectionAbortedError``; from any thread."""
         self._cancelled.set()
-        link = self._link
-        if link is not None:
+        for link in list(self._links):
             with suppress(OSError):
                 link.shutdown(socket.SHUT_RDWR)
 
@@ -68,6 +70,7 @@ class BulkFetch:
         connections, barren, damaged = 0, 0, 0
         while True:
             before = self._received
+            self._links.clear()
             connections += 1
             failure: OSError | None = None
             try:
@@ -92,22 +95,31 @@ class BulkFetch:
 
     def _attempt(self) -> tuple[int, int]:
         """``(size of the file, chunks that arrived damaged)``."""
-        with socket.create_connection(self._address, timeout=bulk.PATIENCE_S) as link:
-            self._link = link
-            if self._cancelled.is_set():
-                raise ConnectionAbortedError("cancelled")
-            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._prove(link)
-            bulk.send_frame(link, bulk.Ask(name=self._name))
-            offer = bulk.receive_frame(link, bulk.Offer)
-            if offer is None:
-                raise ConnectionError("the peer hung up")
-            if offer.refusal:
-                raise FileNotFoundError(offer.refusal)
+        with self._connect() as link:
+            offer = self._ask(link)
             if self._size is not None and offer.size != self._size:
                 why = f"has {offer.size} bytes at {self._address[0]}, and {self._size} were written"
                 raise BadImage(self._name, why)
             return offer.size, self._receive(link, offer)
+
+    def _connect(self) -> socket.socket:
+        link = socket.create_connection(self._address, timeout=bulk.PATIENCE_S)
+        self._links.append(link)
+        if self._cancelled.is_set():
+            link.close()
+            raise ConnectionAbortedError("cancelled")
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return link
+
+    def _ask(self, link: socket.socket) -> bulk.Offer:
+        self._prove(link)
+        bulk.send_frame(link, bulk.Ask(name=self._name))
+        offer = bulk.receive_frame(link, bulk.Offer)
+        if offer is None:
+            raise ConnectionError("the peer hung up")
+        if offer.refusal:
+            raise FileNotFoundError(offer.refusal)
+        return offer
 
     def _prove(self, link: socket.socket) -> None:
         own = secrets.token_bytes(bulk.NONCE_BYTES)
@@ -134,16 +146,41 @@ class BulkFetch:
         )
         try:
             missing = part.missing()
-            if missing:
-                bulk.send_frame(link, bulk.Want(ranges=bulk.ranges_of(missing)))
-            bad = sum(not self._receive_chunk(link, part, index) for index in missing)
+            half = len(missing) // 2 if len(missing) * offer.chunk >= _TWO_STREAMS else 0
+            beside = threading.Thread(
+                target=self._receive_beside, args=(offer, part, missing[:half]), daemon=True
+            )
+            if half:
+                beside.start()
+            try:
+                self._receive_chunks(link, part, missing[half:])
+            finally:
+                if half:
+                    beside.join()
+            bad = len(part.missing())
             if not bad:
                 part.complete()
             return bad
         finally:
             part.close()
 
-    def _receive_chunk(self, link: socket.socket, part: PartialFile, index: int) -> bool:
+    def _receive_beside(self, offer: bulk.Offer, part: PartialFile, chunks: list[int]) -> None:
+        """Some of the chunks through a second connection: one thread would be the limit. What
+        fails here is missing, and is asked for again."""
+        try:
+            with self._connect() as link:
+                if self._ask(link) == offer:
+                    self._receive_chunks(link, part, chunks)
+        except OSError:
+            return
+
+    def _receive_chunks(self, link: socket.socket, part: PartialFile, chunks: list[int]) -> None:
+        if chunks:
+            bulk.send_frame(link, bulk.Want(ranges=bulk.ranges_of(chunks)))
+        for index in chunks:
+            self._receive_chunk(link, part, index)
+
+    def _receive_chunk(self, link: socket.socket, part: PartialFile, index: int) -> None:
         crc = 0
         with part.space(index) as space:
             for at in range(0, len(space), bulk.PIECE):
@@ -154,8 +191,7 @@ class BulkFetch:
         number, said = bulk.TRAILER.unpack(bulk.receive(link, bulk.TRAILER.size))
         if number != index:
             raise ConnectionError(f"chunk {number} came instead of chunk {index}")
-        if said != crc:
-            return False
-        part.done(index, crc)
-        self._received += size
-        return True
+        if said == crc:
+            part.done(index, crc)
+            with self._counting:
+                self._received += size

@@ -103,6 +103,17 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     fetched: list[str] = []
 
 
+class ImageFault(msgspec.Struct, frozen=True):
+    """A copy on a disk of the node that does not match its checksums."""
+
+    wpg: str
+    deployment: str
+    progress: tuple[int, int]
+    reason: str
+    #: It was deleted, because the image is complete elsewhere.
+    dropped: bool
+
+
 class StockImage(msgspec.Struct, frozen=True):
     """A complete image in one tier of a node."""
 
@@ -125,6 +136,8 @@ class Stock(msgspec.Struct, frozen=True):
     nvme_limit: int | None = None
     #: What is wrong with the folders of its tiers, for an admin; "" if nothing is.
     trouble: str = ""
+    #: Damaged copies that were found and that no newer image has replaced.
+    faults: list[ImageFault] = []
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
@@ -300,6 +313,14 @@ class EvictOrder(msgspec.Struct, frozen=True, tag="evict"):
     durable: tuple[int, int] | None = None
 
 
+class ExpectOrder(msgspec.Struct, frozen=True, tag="expect"):
+    """See ``core.messages.Expect``; ``deployment`` "": nobody."""
+
+    epoch: int
+    wpg: str
+    deployment: str
+
+
 class RunOrder(msgspec.Struct, frozen=True, tag="run"):
     """See ``core.messages.Run``."""
 
@@ -415,6 +436,7 @@ Command: TypeAlias = (
     | SwitchOrder
     | SaveOrder
     | PersistOrder
+    | ExpectOrder
     | EvictOrder
     | RunOrder
     | AbortOrder

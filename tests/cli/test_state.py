@@ -111,6 +111,20 @@ def test_show_has_a_line_for_each_tier_and_for_each_thing_saved(
     assert answer["checkpoints"][1]["uri"] == URI
 
 
+def test_show_tells_of_a_damaged_copy(plexrl: Plexrl, daemon: FakeDaemon) -> None:
+    fault = {
+        "id": "s1-1:train:0", "node": "n1", "seq": 4, "part": 0,
+        "reason": "image rank-0.slab: is damaged: block 3", "dropped": False,
+    }  # fmt: skip
+    serve(daemon, faults=[fault])
+    sentence = (
+        "The copy of s1-1:train:0 at 4.0 on the disk of n1 is damaged (image rank-0.slab: is "
+        "damaged: block 3): it is kept, because no other copy is as new."
+    )
+    assert sentence in plexrl("state", "show", "101").stdout
+    assert json.loads(plexrl("state", "show", "101", "--json").stdout)["faults"] == [fault]
+
+
 def test_show_without_a_number_is_of_ones_own_jobs(plexrl: Plexrl, daemon: FakeDaemon) -> None:
     serve(daemon, images=[], deployments=[])
     assert plexrl("state", "show").stdout == (

@@ -16,6 +16,7 @@ from plexrl_slurm.core.messages import (
     DeploymentMoved,
     DeploymentPlaced,
     Drained,
+    Expect,
     Finish,
     Forget,
     ImagesLeft,
@@ -54,9 +55,11 @@ class Hand:
         image_every: int = 10,
         durable_every: int | None = None,
         spare_images: bool = False,
+        hints: bool = False,
     ) -> None:
         self.wpg, self.now, self.policy, self.image_every = wpg, SECOND, policy, image_every
         self.durable_every, self.spare_images = durable_every, spare_images
+        self.hints = hints
         self.core = self.make_core()
         self.charges: list[Charge] = []
         self.wakes: list[int] = []
@@ -69,6 +72,7 @@ class Hand:
             image_every=self.image_every,
             durable_every=self.durable_every,
             spare_images=self.spare_images,
+            hints=self.hints,
         )
 
     def restart(self) -> None:
@@ -247,6 +251,8 @@ def _words(orders: list[AnyInstruction]) -> Iterator[str]:
                 yield f"forget {deployment} below {progress}"
             case Persist(deployment=deployment, wpg=wpg, progress=progress):
                 yield f"persist {deployment} at {progress} from {wpg}"
+            case Expect(deployment=expected):
+                yield f"expect {expected or 'nobody'}"
             case Drained(wpg=wpg):
                 yield f"drained {wpg}"
             case _:

@@ -118,7 +118,7 @@ def test_a_durable_tier_that_is_not_mounted_loses_nothing(tmp_path: Path) -> Non
 def test_an_image_whose_memory_was_taken_away_comes_from_its_copy(tmp_path: Path) -> None:
     async def scene() -> None:
         tier = await filled(tmp_path, *"abc", slots=2)
-        await tier.copy_below(quiet=lambda: True)
+        await tier.idle(quiet=lambda: True)
         both = sorted(in_memory(tier) & on_nvme(tier))
         assert both
         store = tier.store("train-0")

@@ -64,7 +64,7 @@ def test_an_image_is_left_to_the_durable_tier(tmp_path: Path) -> None:
     async def scene() -> None:
         tier = await filled(tmp_path, "a", slots=4)
         await tier.persist(persist(tmp_path / "durable"))
-        await tier.copy_below(quiet=lambda: True)
+        await tier.idle(quiet=lambda: True)
         assert await tier.evict(evict("a", "durable", (1, 0))) > 0
         assert all_of(tier) == {}
 

@@ -3,15 +3,18 @@
 import asyncio
 import errno
 import os
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from plexrl_slurm.core.errors import Denied
+from plexrl_slurm.core.errors import Denied, StorageFailed
+from plexrl_slurm.daemons.host_room import HostRoom
 from plexrl_slurm.daemons.host_tier import HostTier
 from plexrl_slurm.daemons.nvme_tier import NvmeTier
+from plexrl_slurm.memory import nvme
 from plexrl_slurm.memory.slab import read_header
 from plexrl_slurm.transport import messages as tm
 from tests.memory.test_slab import make_header, write
@@ -148,9 +151,9 @@ def test_copies_are_made_while_nothing_moves_so_that_leaving_is_a_drop(tmp_path:
     async def scene() -> None:
         tier = await filled(tmp_path, *"ab")
         assert on_nvme(tier) == set()
-        await tier.copy_below(quiet=lambda: False)
+        await tier.idle(quiet=lambda: False)
         assert on_nvme(tier) == set()
-        await tier.copy_below(quiet=lambda: True)
+        await tier.idle(quiet=lambda: True)
         assert on_nvme(tier) == {"a"} and in_memory(tier) == {"a", "b"}
 
     asyncio.run(scene())
@@ -168,6 +171,46 @@ def test_a_disk_that_fails_leaves_every_image_in_memory(
         monkeypatch.setattr(os, "pwrite", fail)
         await save(tier, "c")
         assert in_memory(tier) == {"a", "b", "c"} and on_nvme(tier) == set()
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
+def test_a_disk_that_fails_is_said_in_one_sentence_and_rests(
+    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    async def scene() -> None:
+        tier = await filled(tmp_path, *"ab")
+        with monkeypatch.context() as patch, caplog.at_level("INFO"):
+            patch.setattr(os, "pwrite", fail)
+            for name in "cde":
+                await save(tier, name)
+                await tier.idle(quiet=lambda: True)
+        lines = [line for line in caplog.messages if line.startswith("image_not_copied")]
+        assert len(lines) == 1 and all_of(tier) == dict.fromkeys("abcde", (1, 0))
+        assert tier._room is not None
+        tier._room._resting_us = 0
+        await tier.idle(quiet=lambda: True)
+        await save(tier, "a", seq=2)
+        assert on_nvme(tier) and len(all_of(tier)) == 5
+
+    asyncio.run(scene())
+
+
+def test_a_folder_that_is_unmounted_is_not_made_again_on_the_disk_below(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scene() -> None:
+        tier = await filled(tmp_path, *"ab")
+        (tmp_path / "nvme" / "n1").rename(tmp_path / "elsewhere")
+        with caplog.at_level("INFO"):
+            await save(tier, "c")
+        assert in_memory(tier) == {"a", "b", "c"}
+        assert not (tmp_path / "nvme" / "n1").exists()
+        assert any("deleted or unmounted" in line for line in caplog.messages)
 
     asyncio.run(scene())
 
@@ -202,3 +245,181 @@ def test_a_network_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("plexrl_slurm.daemons.nvme_tier.network_kind", lambda _: "NFS")
     with pytest.raises(Denied, match=r"nvme_dir .* is on NFS"):
         asyncio.run(tier_in(tmp_path).own())
+
+
+def test_an_image_that_is_brought_back_late_does_not_replace_a_newer_one(tmp_path: Path) -> None:
+    async def scene() -> None:
+        tier = await filled(tmp_path, *"abc")
+        order = tm.PersistOrder(
+            epoch=1, id="1", wpg="train-0", deployment="a", folder=str(tmp_path / "durable")
+        )
+        bringing = asyncio.create_task(tier.persist(order))
+        await asyncio.sleep(0)
+        await save(tier, "a", seq=2)
+        await asyncio.gather(bringing, return_exceptions=True)
+        assert all_of(tier)["a"] == (2, 0)
+        await bring(tier, "a")
+
+    asyncio.run(scene())
+
+
+def test_a_copy_that_is_written_late_does_not_replace_a_newer_one(tmp_path: Path) -> None:
+    async def scene() -> None:
+        tier = await filled(tmp_path, "a")
+        store, below = tier.store("train-0"), tier._nvme
+        assert below is not None
+        old = store.find("a")
+        assert old is not None
+        store.pin(old.slot)
+        await save(tier, "a", seq=2)
+        new = store.find("a")
+        assert new is not None
+        await below.write("train-0", new, store.paths(new.slot))
+        await below.write("train-0", old, store.paths(old.slot))
+        assert [copy.progress for copy in below.copies()] == [(2, 0)]
+        assert len(list((tmp_path / "nvme").rglob("manifest.json"))) <= 2
+
+    asyncio.run(scene())
+
+
+def test_an_older_image_in_a_free_slab_is_not_believed_when_nvme_has_a_newer(
+    tmp_path: Path,
+) -> None:
+    async def scene() -> None:
+        tier = await filled(tmp_path, "a", slots=4)
+        await save(tier, "a", seq=2)  # the slab of the first is free now, and as it was
+        store, room = tier.store("train-0"), tier._room
+        assert room is not None and await room._copy("train-0", "a")
+        store.release("a")
+        release(tier)
+        after = tier_in(tmp_path, slots=4)
+        await after.own()
+        assert all_of(after) == {"a": (2, 0)} and in_memory(after) == set()
+
+    asyncio.run(scene())
+
+
+# ---- ahead of time -----------------------------------------------------------------------------
+
+
+def expect(tier: HostTier, name: str) -> Coroutine[Any, Any, None]:
+    order = tm.ExpectOrder(epoch=1, wpg="train-0", deployment=name)
+    return tier.expect(order, quiet=lambda: True)
+
+
+def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Folders that are read from now on."""
+    read: list[str] = []
+    real = nvme.read_image
+
+    def counted(folder: Path, *arguments: Any, **named: Any) -> Any:
+        read.append(folder.parent.name)
+        return real(folder, *arguments, **named)
+
+    monkeypatch.setattr(nvme, "read_image", counted)
+    return read
+
+
+def test_what_is_expected_is_in_memory_before_it_is_switched_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene() -> None:
+        tier = await filled(tmp_path, *"abcde", slots=4)
+        await bring(tier, "e")
+        assert "a" not in in_memory(tier)
+        read = count_reads(monkeypatch)
+        await expect(tier, "a")
+        assert {"a", "e"} <= in_memory(tier) and read == ["a"]
+        await bring(tier, "a")
+        assert read == ["a"] and len(all_of(tier)) == 5
+
+    asyncio.run(scene())
+
+
+def test_what_is_resident_or_the_last_copy_does_not_leave_for_what_is_expected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene() -> None:
+        tier = await filled(tmp_path, *"abc", slots=2)
+        await bring(tier, "c")
+        monkeypatch.setattr(NvmeTier, "write", broken)
+        before = in_memory(tier)
+        await expect(tier, "a")
+        assert in_memory(tier) >= before - {"a"} and "c" in in_memory(tier)
+        assert len(all_of(tier)) == 3
+
+    asyncio.run(scene())
+
+
+async def broken(*_: Any) -> None:
+    raise StorageFailed("/nvme", "Input/output error")
+
+
+def test_another_hint_ends_what_is_under_way_at_the_next_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvme, "BLOCK", 4096)
+
+    async def scene() -> None:
+        tier = await filled(tmp_path, *"abcde", slots=4)
+        first = asyncio.create_task(expect(tier, "a"))
+        while not isinstance(tier._room, HostRoom) or tier._room.prefetcher._key is None:
+            await asyncio.sleep(0)
+        gate = tier._room.prefetcher._gate
+        tier._room.prefetcher.expect("train-0", "b")
+        with pytest.raises(nvme.Abandoned), gate.block():
+            pass
+        await first
+        await expect(tier, "b")
+        assert "b" in in_memory(tier)
+
+    asyncio.run(scene())
+
+
+def test_a_switch_to_what_is_being_brought_waits_for_it_and_reads_nothing_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene() -> None:
+        tier = await filled(tmp_path, *"abcde", slots=4)
+        read = count_reads(monkeypatch)
+        coming = asyncio.create_task(expect(tier, "a"))
+        while not read:
+            await asyncio.sleep(0)
+        await bring(tier, "a")
+        await coming
+        assert read == ["a"]
+
+    asyncio.run(scene())
+
+
+def test_a_switch_that_needs_the_disk_ends_what_is_under_way(tmp_path: Path) -> None:
+    async def scene() -> None:
+        tier = await filled(tmp_path, *"abcde", slots=3)
+        coming = asyncio.create_task(expect(tier, "a"))
+        while tier._room is not None and tier._room.prefetcher._key is None and not coming.done():
+            await asyncio.sleep(0)
+        await bring(tier, "b")
+        await coming
+        assert "b" in in_memory(tier) and len(all_of(tier)) == 5
+
+    asyncio.run(scene())
+
+
+def test_a_disk_that_fails_is_told_once_and_harms_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    async def scene() -> None:
+        tier = await filled(tmp_path, *"abcde", slots=4)
+        with monkeypatch.context() as patch, caplog.at_level("INFO"):
+            patch.setattr(os, "preadv", fail)
+            await expect(tier, "a")
+        (line,) = [
+            each.getMessage() for each in caplog.records if "prefetched" in each.getMessage()
+        ]
+        assert "image_not_prefetched" in line
+        await bring(tier, "a")
+
+    asyncio.run(scene())

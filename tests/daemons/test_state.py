@@ -11,6 +11,7 @@ import pytest
 from plexrl_slurm.api.service import Principal
 from plexrl_slurm.core.errors import BadInput, NotFound
 from plexrl_slurm.core.ids import DeploymentId
+from plexrl_slurm.daemons.agent_views import AgentView
 from plexrl_slurm.daemons.orders import Durable
 from plexrl_slurm.daemons.state import LiveJob, LiveSnapshot, Sampler
 from plexrl_slurm.db import checkpoints
@@ -108,6 +109,35 @@ def test_an_image_is_told_with_each_tier_that_it_is_in(play: Play) -> None:
             {"tier": "host", "seq": 4, "part": 1, "bytes": 710},
             {"tier": "durable", "seq": 2, "part": 0, "bytes": 0},
         ]
+
+    play(scene)
+
+
+def heard(agent: AgentView, *faults: tm.ImageFault) -> tm.Beat:
+    stock = tm.Stock(images=[], faults=list(faults))
+    return tm.Beat(agent=agent.name, epoch=agent.epoch, stock=stock)
+
+
+def test_a_damaged_copy_is_told_while_its_agent_says_so(play: Play) -> None:
+    async def scene(world: World) -> None:
+        daemon, job, model = await trained(world)
+        found, agent = next(iter(daemon.hub.agents.items()))
+        fault = tm.ImageFault(
+            wpg="train-0", deployment=model, progress=(4, 0), reason="block 3", dropped=True
+        )
+        daemon.hub._heard(found, heard(agent, fault))
+        for told in (
+            await daemon.service.job_state(owner(job), job.id),
+            await daemon.service.partition_state(owner(job)),
+        ):
+            assert told["faults"] == [
+                {
+                    "id": model, "node": agent.place.node, "seq": 4, "part": 0,
+                    "reason": "block 3", "dropped": True,
+                }
+            ]  # fmt: skip
+        daemon.hub._heard(found, heard(agent))
+        assert (await daemon.service.job_state(owner(job), job.id))["faults"] == []
 
     play(scene)
 

@@ -98,8 +98,12 @@ def crowded(tmp_path: Path, model: Path) -> Iterator[Partition]:
 
 
 def left_memory(partition: Partition) -> int:
+    return said(partition, "image_left_memory")
+
+
+def said(partition: Partition, event: str) -> int:
     logs = partition.folder.glob("state/holds/*.log")
-    return sum(log.read_text().count("image_left_memory") for log in logs)
+    return sum(log.read_text().count(event) for log in logs)
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["undisturbed", "agent killed"])
@@ -117,6 +121,7 @@ def test_eight_deployments_with_memory_for_three_learn_what_each_learns_alone(
         seen = [run.result(timeout=120) for run in runs]
     assert seen == alone
     assert left_memory(crowded) >= DEPLOYMENTS - IN_MEMORY
+    assert said(crowded, "image_prefetched") > 0
     assert list(copies.rglob("manifest.json"))
     assert 2 * IMAGE < watch.most <= IN_MEMORY * IMAGE + SLACK
     assert crowded.flaws() == []

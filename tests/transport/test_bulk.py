@@ -357,3 +357,20 @@ def test_several_fetch_at_once(source: Source, tmp_path: Path) -> None:
         thread.join(20)
     assert all((tmp_path / str(n) / "s").read_bytes() == data for n in range(12))
     until(lambda: threading.active_count() < 20)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_large_file_comes_through_two_connections_either_of_which_may_break(
+    source: Source,
+    wire: Proxy,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
+) -> None:
+    monkeypatch.setattr(bulk_client, "_TWO_STREAMS", 10 * SMALL)
+    data, places = make(source, 60 * SMALL + 5), random.Random(seed)
+    wire.meddles = [cut_after(places.randrange(25 * SMALL)) for _ in range(2)]
+    got = fetch(tmp_path / "s", wire.address)
+    assert (tmp_path / "s").read_bytes() == data
+    assert got.received == len(data)
+    assert wire.connections >= 3

@@ -1,0 +1,103 @@
+"""Whatever happens to disks and agent, at every step: no image is lost, and none is wrong."""
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from tests.daemons.tier_world import World
+from tests.memory.faults import FAULTS
+
+#: Thousands of folders are made and removed: not on a disk, if that can be.
+SCRATCH = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+FEW = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+)
+
+
+async def life(world: World, *, events: int, kills: float, cuts: float) -> None:
+    """A random program."""
+    rng = world.rng
+    await world.start()
+    for _ in range(events):
+        names = list(world.complete)
+        what = rng.random()
+        if len(names) < 2 or what < 0.1:
+            if len(names) < 7 and not world.lane.locked():
+                if world.dirty:
+                    world.spawn(world.save())
+                    await world.settle()
+                if not world.dirty:
+                    world.create()
+        elif what < 0.35:
+            world.spawn(world.switch(rng.choice(names)))
+        elif what < 0.5:
+            if not world.lane.locked():
+                world.step()
+        elif what < 0.65:
+            world.spawn(world.save())
+        elif what < 0.75:
+            world.spawn(world.persist(rng.choice([*names, world.resident or names[0]])))
+        elif what < 0.85:
+            world.expect(rng.choice([*names, ""]))
+        elif what < 0.9:
+            world.spawn(world.tier.idle(quiet=lambda: rng.random() < 0.8))
+        elif what < 0.93:
+            world.spawn(world.scrub())
+        elif what < 0.96:
+            world.drop(rng.choice(names))
+        await world.turn()
+        if rng.random() < kills:
+            await world.restart()
+        elif rng.random() < cuts:
+            await world.cut_power()
+        if not world.disk.dead:
+            world.check()
+    await world.audit()
+
+
+def play(seed: int, scene: Callable[[World], object], **sizes: int) -> World:
+    with tempfile.TemporaryDirectory(dir=SCRATCH) as folder, pytest.MonkeyPatch.context() as patch:
+        world = World(Path(folder) / "w", seed, **sizes)
+        world.patch(patch)
+        scene(world)
+    return world
+
+
+def now_and_then(world: World, rate: float, kinds: Sequence[str]) -> Callable[[int, str], str]:
+    """Faults at random; never two in a row, so that one may try again."""
+    last = [0]
+
+    def fault(step: int, _kind: str) -> str:
+        if step == last[0] + 1 or world.rng.random() >= rate:
+            return ""
+        last[0] = step
+        return world.rng.choice(kinds)
+
+    return fault
+
+
+@FEW
+@given(
+    seed=st.integers(0, 2**32),
+    faults=st.sampled_from([0.0, 0.01, 0.05, 0.2]),
+    kinds=st.sets(st.sampled_from(FAULTS), min_size=1),
+    kills=st.sampled_from([0.0, 0.02, 0.1]),
+    cuts=st.sampled_from([0.0, 0.0, 0.03]),
+    slots=st.integers(3, 6),
+    copies=st.integers(4, 9),
+)
+@example(seed=0, faults=0.05, kinds=set(FAULTS), kills=0.05, cuts=0.02, slots=4, copies=8)
+def test_an_image_is_never_lost_and_never_wrong(
+    seed: int, faults: float, kinds: set[str], kills: float, cuts: float, slots: int, copies: int
+) -> None:  # fmt: skip
+    def scene(world: World) -> None:
+        world.disk.fault = now_and_then(world, faults, sorted(kinds))
+        asyncio.run(life(world, events=60, kills=kills, cuts=cuts))
+
+    play(seed, scene, slots=slots, copies=copies)
