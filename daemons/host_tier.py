@@ -225,7 +225,10 @@ class HostTier:
         try:
             try:
                 manifest = await asyncio.to_thread(
-                    durable.read_image, Path(order.durable_path), store.paths(slot)
+                    durable.read_image,
+                    Path(order.durable_path),
+                    store.paths(slot),
+                    swap=self._swap(order.wpg, order.incoming),
                 )
             except StorageFull:
                 raise
@@ -259,13 +262,20 @@ class HostTier:
         store.pin(held.slot)
         try:
             await asyncio.to_thread(
-                durable.write_image, folder, store.paths(held.slot), writer=self.writer
+                durable.write_image,
+                folder,
+                store.paths(held.slot),
+                writer=self.writer,
+                swap=self._swap(order.wpg, order.deployment),
             )
             if order.known is not None:
                 await asyncio.to_thread(durable.keep_newest, root, order.deployment, order.known)
         finally:
             store.unpin(held.slot)
         return held
+
+    def _swap(self, wpg: str, deployment: str) -> Path | None:
+        return self._nvme.swap_folder(wpg, deployment) if self._nvme is not None else None
 
     # -- snapshots ---------------------------------------------------------------------------
     def snapshot(self, name: str) -> Path:
@@ -314,18 +324,23 @@ class HostTier:
         is under way now."""
         for deployment in {image.deployment for image in self.images()} & self._dropped:
             self._drop_image(deployment)
+        if self._nvme is not None:
+            self._nvme.sweep_swap()
         if quiet and not self._publishing:
             self._dropped.clear()
 
     def returns(self, deployment: str) -> None:
         """A deployment that was dropped here lives here again."""
         self._dropped.discard(deployment)
+        if self._nvme is not None:
+            self._nvme.returns(deployment)
 
     def _drop_image(self, deployment: str) -> None:
         for wpg, store in self._stores.items():
             store.drop(deployment)
             if self._nvme is not None:
                 self._nvme.drop(wpg, deployment)
+                self._nvme.drop_swap(wpg, deployment)
 
     def _delete_snapshot(self, snapshot: str) -> None:
         path = self.snapshot(snapshot)

@@ -50,6 +50,7 @@ ENGINE_OPTIONS: Final[Mapping[str, Mapping[str, Callable[[object], object]]]] = 
         "zero_stage": as_count,
         "offload_optimizer": as_text,
         "offload_param": as_text,
+        "decay_vectors": as_switch,
         "max_tokens_per_microbatch": as_count,
         "prefix_sharing": as_switch,
         "model": as_name,
@@ -86,8 +87,9 @@ class WpgSettings:
     #: CPU cores for each WPG in turn: ``[[0], [1]]``; empty: anywhere.
     cores: tuple[tuple[int, ...], ...] = ()
     #: Engine options: deepspeed ``zero_stage`` (1, 2 or 3), ``offload_optimizer`` and
-    #: ``offload_param`` (``none`` or ``cpu``), ``max_tokens_per_microbatch``; vllm
-    #: ``kv_cache_bytes``, ``max_num_seqs``, ``prefix_caching``, ``block_size``; every engine
+    #: ``offload_param`` (``none``, ``cpu``; the first also ``nvme``),
+    #: ``decay_vectors``, ``max_tokens_per_microbatch``; vllm ``kv_cache_bytes``, ``max_num_seqs``,
+    #: ``prefix_caching``, ``block_size``; every engine
     #: ``device_bytes``: what residents may take on all GPUs of a WPG together.
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -216,6 +218,7 @@ def check(path: Path) -> Findings:
     check_shapes(report, hold, [(wpg.pool, wpg.gpus, wpg.count) for wpg in wpgs])
     _check_models(report, models, values.get("host_bytes"), wpgs)
     _check_nvme(report, values, [model for _, model in models])
+    _check_swap(report, values, [model for _, model in models], wpgs)
     _check_places(report, values)
     problems = report.sentences()
     settings = None
@@ -337,8 +340,11 @@ def _check_models(
         if times > 1:
             last = [key for key, model in models if model.name == name][-1]
             report.bad(f"{last}.name", f"{times} models are named {name!r}: rename all but one")
+    swaps = [wpg.options.get("offload_optimizer") == "nvme" for wpg in wpgs if wpg.pool == "train"]
     for key, model in models:
         needed = model.train_bytes + model.weights_bytes
+        if swaps and all(swaps):
+            needed -= zero.SWAPPED_BYTES * model.parameters
         if host_bytes is not None and needed > host_bytes:
             report.bad(
                 key,
@@ -382,6 +388,33 @@ def _check_nvme(report: Report, values: Mapping[str, Any], models: Sequence[Mode
                 "partition.nvme_bytes",
                 f"a training image of model {model.name} has {model.train_bytes / 2**30:.2f} GiB "
                 f"and nvme_bytes is {size / 2**30:.2f} GiB: raise nvme_bytes, or leave it out",
+            )
+
+
+def _check_swap(
+    report: Report,
+    values: Mapping[str, Any],
+    models: Sequence[ModelSpec],
+    wpgs: Sequence[WpgSettings],
+) -> None:
+    """What ``offload_optimizer = "nvme"`` needs."""
+    if not any(wpg.options.get("offload_optimizer") == "nvme" for wpg in wpgs):
+        return
+    if not report.has("partition.nvme_dir"):
+        report.bad(
+            "wpg",
+            "offload_optimizer = 'nvme' keeps master weights and moments on a disk of the node: "
+            "write nvme_dir and nvme_bytes in [partition], or offload_optimizer = 'cpu'",
+        )
+    size = values.get("nvme_bytes")
+    for model in models:
+        needed = zero.SWAP_VERSIONS * zero.SWAPPED_BYTES * model.parameters
+        if size is not None and needed > size:
+            report.bad(
+                "partition.nvme_bytes",
+                f"with offload_optimizer = 'nvme' one deployment of model {model.name} takes up "
+                f"to {needed / 2**30:.2f} GiB there ({zero.SWAP_VERSIONS} versions of its state) "
+                f"and nvme_bytes is {size / 2**30:.2f} GiB: raise nvme_bytes, or write 'cpu'",
             )
 
 

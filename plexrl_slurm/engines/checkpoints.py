@@ -3,17 +3,18 @@
 import json
 import shutil
 from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import safe_open
 from torch import Tensor
 
 from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import BadInput, PlexError
+from plexrl_slurm.engines.reshard import Resharded
 from plexrl_slurm.engines.skeleton import Skeleton, bytes_of, dtype_name
 from plexrl_slurm.memory import checkpoint
 from plexrl_slurm.memory.checkpoint import Manifest, RankFile
@@ -111,6 +112,7 @@ def save(skeleton: Skeleton, model: ModelSpec, path: Path, uri: str, gang: Gang)
                 step=skeleton.step,
                 sharded=skeleton.layout.stage == 3,
                 files=tuple(written),
+                groups=tuple(tuple(name for name, _ in group) for group in skeleton.groups),
             )
             checkpoint.finish(path, manifest)
     except PlexError as error:
@@ -124,41 +126,56 @@ def save(skeleton: Skeleton, model: ModelSpec, path: Path, uri: str, gang: Gang)
 def load(
     skeleton: Skeleton, model: ModelSpec, path: Path, uri: str, gang: Gang, *, optimizer: bool
 ) -> int:
-    """Read a checkpoint folder; an open step is closed. Nothing changes if it does not fit."""
+    """Read a checkpoint folder; an open step is closed. Nothing changes if it does not fit.
+
+    One of another number of ranks or ZeRO stage is dealt anew.
+    """
     failure: PlexError | None = None
     try:
         manifest = checkpoint.read_manifest(path, uri)
-        _check_fit(manifest, model, gang.world, sharded=skeleton.layout.stage == 3)
-        checkpoint.check_file(path, manifest.files[gang.rank], uri)
+        _check_model(manifest, model)
+        for file in manifest.files[gang.rank :: gang.world]:
+            checkpoint.check_file(path, file, uri)
     except PlexError as error:
         failure = error
     gang.share_failure(failure)
-    wanted = {**skeleton.weights(), **skeleton.masters()}
-    if optimizer:
-        wanted |= skeleton.moments()
-    with safe_open(path / manifest.files[gang.rank].name, framework="pt") as file:
-        for name, tensor in wanted.items():
-            tensor.copy_(file.get_tensor(name))
-    if not optimizer:
-        skeleton.reset_moments()
+
+    def wanted() -> dict[str, Tensor]:
+        return {
+            **skeleton.weights(),
+            **skeleton.masters(),
+            **(skeleton.moments() if optimizer else {}),
+        }
+
+    with ExitStack() as opened:
+        try:
+            source = opened.enter_context(Resharded(path, manifest, skeleton.groups))
+            source.plan(wanted(), gang.rank, gang.world, skeleton)
+        except ValueError as error:
+            failure = BadInput(
+                f"{uri} was saved by {manifest.world} ranks at {_stage(manifest.sharded)} and this "
+                f"WPG has {gang.world} at {_stage(skeleton.layout.stage == 3)}: it cannot be dealt "
+                f"anew ({error}); load it on a WPG of {manifest.world} ranks at "
+                f"{_stage(manifest.sharded)}"
+            )
+        gang.share_failure(failure)
+        with skeleton.rewritten():
+            tensors = wanted()
+            source.fill(tensors)
+            if not optimizer:
+                skeleton.reset_moments()
     skeleton.refresh()
     skeleton.close_step()
     skeleton.set_counters({**skeleton.counters(), "step": manifest.step if optimizer else 0})
-    return sum(tensor.numel() * tensor.element_size() for tensor in wanted.values())
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
-def _check_fit(manifest: Manifest, model: ModelSpec, world: int, *, sharded: bool) -> None:
+def _check_model(manifest: Manifest, model: ModelSpec) -> None:
     if manifest.architecture != model.architecture:
         raise BadInput(
             f"{manifest.uri} is of architecture {manifest.architecture} ({manifest.dtype}) and "
             f"model {model.name} of {model.architecture} ({model.dtype}); load it into a "
             f"deployment of the same base model"
-        )
-    if (manifest.world, manifest.sharded) != (world, sharded):
-        there, here = _stage(manifest.sharded), _stage(sharded)
-        raise BadInput(
-            f"{manifest.uri} was saved by {manifest.world} ranks at {there} and this WPG has "
-            f"{world} at {here}; load it on a WPG of {manifest.world} ranks at {there}"
         )
 
 

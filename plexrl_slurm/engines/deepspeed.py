@@ -12,6 +12,7 @@ import gc
 import hashlib
 import math
 import os
+import shutil
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -30,6 +31,7 @@ from plexrl_slurm.engines.base import RankSpec
 from plexrl_slurm.engines.checkpoints import Gang, export, load, save
 from plexrl_slurm.engines.gpus import check_torch
 from plexrl_slurm.engines.skeleton import Skeleton, bytes_of, copy_bytes, dtype_name, quiet
+from plexrl_slurm.memory import swap
 from plexrl_slurm.memory.slab import Slab, SlabHeader, SlabTensor
 
 #: A rank that hears nothing from another for so long gives up.
@@ -54,6 +56,7 @@ class DeepSpeedEngine:
         self._deployment = ""
         self._model: ModelSpec | None = None
         self._slabs: dict[Path, Slab] = {}
+        self._swap = _swap_folder(spec) if self._zero.swap_optimizer else None
         # Built now, so that no job waits for it and no job pays for it.
         first = str(spec.options.get("model", next(iter(spec.models), "")))
         if first:
@@ -70,14 +73,16 @@ class DeepSpeedEngine:
         before = self._skeleton
         skeleton = self._skeleton_for(model)
         self._deployment, self._model = "", None  # nobody's, until all is in place
-        if skeleton is before:
+        self._enter(skeleton, deployment)
+        self._make_room(skeleton)
+        if skeleton is before or skeleton.swapped is not None:
             skeleton.reset(model)  # a new one has the base weights already
         self._deployment, self._model = deployment, model
         return wire.Created(parameters=skeleton.parameters)
 
     def save_image(self, path: Path, *, deployment: str, progress: tuple[int, int]) -> int:
         skeleton, _ = self._resident(deployment)
-        state = skeleton.image()
+        state, swapped = skeleton.image(), skeleton.swapped
         slab = self._slab(path)
         header = SlabHeader(
             deployment=deployment,
@@ -86,7 +91,7 @@ class DeepSpeedEngine:
             world=self._spec.world,
             architecture=self._layout(skeleton.architecture),
             tensors=tuple(_entry(name, tensor) for name, tensor in state.items()),
-            state=skeleton.counters(),
+            state=skeleton.counters() | (swapped.state() if swapped is not None else {}),
         )
         failure: StorageFull | None = None
         try:
@@ -100,6 +105,8 @@ class DeepSpeedEngine:
         for place, tensor in zip(slab.views(header.tensors), state.values(), strict=True):
             moved += copy_bytes(torch.frombuffer(place, dtype=tensor.dtype), tensor.contiguous())
         slab.commit()
+        if swapped is not None:
+            swapped.saved()
         return moved
 
     def load_image(self, path: Path, *, deployment: str) -> int:
@@ -108,6 +115,9 @@ class DeepSpeedEngine:
         model = self._model_of(path, header, deployment)
         skeleton = self._skeleton_for(model)
         self._deployment, self._model = "", None  # nobody's, until all is in place
+        self._enter(skeleton, deployment)
+        if skeleton.swapped is not None:
+            skeleton.swapped.load(header.state, path)
         table = {t.name: (getattr(torch, t.dtype), t.shape) for t in header.tensors}
         try:
             places = skeleton.prepare(table)
@@ -152,8 +162,33 @@ class DeepSpeedEngine:
             self._skeleton = None
             gc.collect()  # DeepSpeed's engine is full of cycles
             self._deployment, self._model = "", None
-            self._skeleton = Skeleton(model, layout=self._zero)
+            scratch = None
+            if self._swap is not None:
+                scratch = swap.scratch_of(self._swap, self._spec.wpg, self._spec.rank)
+                shutil.rmtree(scratch, ignore_errors=True)
+            self._skeleton = Skeleton(model, layout=self._zero, scratch=scratch)
         return self._skeleton
+
+    def _enter(self, skeleton: Skeleton, deployment: str) -> None:
+        """Let go of the resident's swap folder and open another."""
+        if skeleton.swapped is not None and self._swap is not None:
+            home = swap.home_of(self._swap, self._spec.wpg, deployment)
+            skeleton.swapped.enter(home, rank=self._spec.rank, world=self._spec.world)
+
+    def _make_room(self, skeleton: Skeleton) -> None:
+        """On all ranks or on none: a new version of what lies on the disk."""
+        if skeleton.swapped is None:
+            return
+        failure: StorageFull | None = None
+        try:
+            skeleton.swapped.begin()
+        except StorageFull as error:
+            failure = error
+        try:
+            self._gang.share_failure(failure)
+        except StorageFull:
+            skeleton.swapped.abandon()
+            raise
 
     def _resident(self, deployment: str | None = None) -> tuple[Skeleton, ModelSpec]:
         if self._skeleton is None or self._model is None:
@@ -207,6 +242,7 @@ class DeepSpeedEngine:
             raise BadInput(
                 "optim_step without a forward_backward since the last one: there are no gradients"
             )
+        self._make_room(skeleton)
         norm = skeleton.take_step(
             lr=body.learning_rate,
             betas=(body.beta1, body.beta2),
@@ -237,6 +273,7 @@ class DeepSpeedEngine:
 
     def load_state(self, body: wire.LoadState) -> wire.Saved:
         skeleton, model = self._resident()
+        self._make_room(skeleton)
         read = load(
             skeleton, model, Path(body.path), body.uri, self._gang, optimizer=body.optimizer
         )
@@ -292,6 +329,17 @@ def _entry(name: str, tensor: Tensor) -> SlabTensor:
         shape=tuple(tensor.shape),
         bytes=tensor.numel() * tensor.element_size(),
     )
+
+
+def _swap_folder(spec: RankSpec) -> Path:
+    """Where swap folders are; raises ``BadInput``."""
+    folder = os.environ.get(swap.SWAP_DIR)
+    if not folder:
+        raise BadInput(
+            f"WPG {spec.wpg} has offload_optimizer = 'nvme' and its node no disk for it: write "
+            f"nvme_dir and nvme_bytes in the partition's file, or offload_optimizer = 'cpu'"
+        )
+    return Path(folder)
 
 
 def _check_adam(body: wire.OptimStep) -> None:

@@ -40,6 +40,8 @@ class Manifest(msgspec.Struct, frozen=True):
     format: int = _FORMAT
     #: Weights are shared out to the ranks too (ZeRO-3).
     sharded: bool = False
+    #: Parameter groups, by names in DeepSpeed's order; empty: one, in the model's order.
+    groups: tuple[tuple[str, ...], ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -64,8 +66,13 @@ def begin(path: Path) -> Path:
 def finish(path: Path, manifest: Manifest) -> None:
     """Publish the folder that all ranks have filled; called by one rank."""
     part = part_name(path)
-    write_bytes(part / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+    write_bytes(part / MANIFEST, encode(manifest))
     publish_folder(part, path)
+
+
+def encode(manifest: Manifest) -> bytes:
+    """As it is in the file."""
+    return msgspec.json.format(msgspec.json.encode(manifest), indent=1)
 
 
 def abandon(path: Path) -> None:

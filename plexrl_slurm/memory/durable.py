@@ -16,10 +16,18 @@ import msgspec
 
 from plexrl_slurm.core.errors import BadImage
 from plexrl_slurm.memory.files import publish_folder, storage_errors, sync_folder, write_bytes
-from plexrl_slurm.memory.slab import PRELUDE_BYTES, read_header, unmarked, used_bytes
+from plexrl_slurm.memory.slab import (
+    PRELUDE_BYTES,
+    parse_header,
+    read_header,
+    unmarked,
+    used_bytes,
+)
+from plexrl_slurm.memory.swap import VERSION, version_folder
 
 _CHUNK: Final = 8 << 20
 _MANIFEST: Final = "manifest.json"
+_DAMAGED: Final = "is damaged: its checksum is not that of its manifest"
 
 
 class RankFile(msgspec.Struct, frozen=True):
@@ -36,11 +44,13 @@ class Manifest(msgspec.Struct, frozen=True):
     deployment: str
     progress: tuple[int, int]
     files: tuple[RankFile, ...]
+    #: What the ranks' swap folders held, by ``rank-0.swap/NAME``.
+    swapped: tuple[RankFile, ...] = ()
 
     @property
     def bytes(self) -> int:
         """Of all files."""
-        return sum(file.bytes for file in self.files)
+        return sum(file.bytes for file in (*self.files, *self.swapped))
 
 
 def folder_of(durable: Path, deployment: str, progress: tuple[int, int]) -> Path:
@@ -54,8 +64,11 @@ def home_of(durable: Path, deployment: str) -> Path:
     return durable / deployment.replace(":", ".").replace("/", "_")
 
 
-def write_image(folder: Path, slabs: Sequence[Path], *, writer: str) -> Manifest:
-    """Copy complete slabs, one for each rank, into the new ``folder``.
+def write_image(
+    folder: Path, slabs: Sequence[Path], *, writer: str, swap: Path | None = None
+) -> Manifest:
+    """Copy complete slabs, one for each rank, into the new ``folder``; and what of the state is in
+    the deployment's swap folder, ``swap``.
 
     ``writer`` keeps apart what two agents write at once. If the folder is there already, it has
     the same image. Raises ``BadImage`` for a slab that is not complete, and ``StorageFull``.
@@ -65,23 +78,23 @@ def write_image(folder: Path, slabs: Sequence[Path], *, writer: str) -> Manifest
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True, mode=0o700)
     try:
-        files = []
+        files, swapped = [], []
         for rank, slab in enumerate(slabs):
-            name, size = f"rank-{rank}.slab", used_bytes(slab)
-            with (
-                storage_errors(part, size),
-                slab.open("rb") as source,
-                (part / name).open("xb") as target,
-            ):
-                crc = 0
-                for chunk in _chunks(source, size):
-                    crc = zlib.crc32(chunk, crc)
-                    target.write(chunk)
-                target.flush()
-                os.fsync(target.fileno())
-            files.append(RankFile(name=name, bytes=size, crc32=crc))
+            size = used_bytes(slab)
+            files.append(_copy_in(part, f"rank-{rank}.slab", slab, size))
+            version = _version(slab, rank, len(slabs), swap)
+            if version is None:
+                continue
+            (part / f"rank-{rank}.swap").mkdir()
+            for path in _listed(version):
+                name = f"rank-{rank}.swap/{path.name}"
+                swapped.append(_copy_in(part, name, path, path.stat().st_size))
+            sync_folder(part / f"rank-{rank}.swap")
         manifest = Manifest(
-            deployment=header.deployment, progress=header.progress, files=tuple(files)
+            deployment=header.deployment,
+            progress=header.progress,
+            files=tuple(files),
+            swapped=tuple(swapped),
         )
         write_bytes(part / _MANIFEST, msgspec.json.encode(manifest))
         if not (folder / _MANIFEST).exists():
@@ -90,6 +103,38 @@ def write_image(folder: Path, slabs: Sequence[Path], *, writer: str) -> Manifest
         return manifest
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def _copy_in(part: Path, name: str, path: Path, size: int) -> RankFile:
+    with (
+        storage_errors(part, size),
+        path.open("rb") as source,
+        (part / name).open("xb") as target,
+    ):
+        crc = 0
+        for chunk in _chunks(source, size):
+            crc = zlib.crc32(chunk, crc)
+            target.write(chunk)
+        target.flush()
+        os.fsync(target.fileno())
+    return RankFile(name=name, bytes=size, crc32=crc)
+
+
+def _version(slab: Path, rank: int, world: int, swap: Path | None) -> Path | None:
+    """The part of a slab's state that is on the disk, if one is."""
+    state = read_header(slab).state
+    if VERSION not in state:
+        return None
+    if swap is None:
+        raise BadImage(str(slab), "has a part in a swap folder, and this node has none")
+    return version_folder(swap, rank=rank, world=world, state=state)
+
+
+def _listed(version: Path) -> list[Path]:
+    try:
+        return sorted(version.iterdir())
+    except FileNotFoundError:
+        raise BadImage(str(version), "is gone, and an image has its state in it") from None
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -102,8 +147,9 @@ def read_manifest(folder: Path) -> Manifest:
         raise BadImage(str(folder), f"has an unreadable manifest ({error})") from error
 
 
-def read_image(folder: Path, slabs: Sequence[Path]) -> Manifest:
-    """Copy the image in ``folder`` into slabs, which are valid only once all is there and checked.
+def read_image(folder: Path, slabs: Sequence[Path], *, swap: Path | None = None) -> Manifest:
+    """Copy the image in ``folder`` into slabs, which are valid only once all is there and checked;
+    and what else there is of it into the deployment's swap folder, ``swap``.
 
     A slab that exists is overwritten in place: ranks keep their mapping of it.
     """
@@ -116,10 +162,39 @@ def read_image(folder: Path, slabs: Sequence[Path]) -> Manifest:
     preludes = []
     for file, slab in zip(manifest.files, slabs, strict=True):
         preludes.append(_read_slab(folder / file.name, file, slab))
+    for rank, (prelude, slab) in enumerate(zip(preludes, slabs, strict=True)):
+        _read_swapped(folder, manifest, rank, slab, prelude, swap)
     for prelude, slab in zip(preludes, slabs, strict=True):
         with slab.open("r+b") as target:
             target.write(prelude)
     return manifest
+
+
+def _read_swapped(
+    folder: Path, manifest: Manifest, rank: int, slab: Path, prelude: bytes, swap: Path | None
+) -> None:
+    files = [file for file in manifest.swapped if file.name.startswith(f"rank-{rank}.swap/")]
+    if not files:
+        return
+    if swap is None:
+        raise BadImage(str(folder), "has a part that belongs on a disk, and this node has none")
+    state = parse_header(slab, prelude).state
+    version = version_folder(swap, rank=rank, world=len(manifest.files), state=state)
+    if version is None:
+        raise BadImage(str(folder), "has swapped files and a slab that knows of none")
+    part = version.with_name(f".{version.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True, mode=0o700)
+    try:
+        for file in files:
+            name = file.name.rpartition("/")[2]
+            copy = _copy_in(part, name, folder / file.name, file.bytes)
+            if copy.crc32 != file.crc32:
+                raise BadImage(str(folder / file.name), _DAMAGED)
+        if not version.exists():  # else it is the same: versions do not change
+            part.rename(version)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def _read_slab(source_path: Path, file: RankFile, slab: Path) -> bytes:
@@ -141,7 +216,7 @@ def _read_slab(source_path: Path, file: RankFile, slab: Path) -> bytes:
                     chunk = unmarked(prelude) + chunk[PRELUDE_BYTES:]
                 target.write(chunk)
     if crc != file.crc32:
-        raise BadImage(str(source_path), "is damaged: its checksum is not that of its manifest")
+        raise BadImage(str(source_path), _DAMAGED)
     return prelude
 
 

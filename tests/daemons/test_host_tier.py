@@ -140,7 +140,7 @@ def test_a_tier_that_other_users_can_change_is_refused(tmp_path: Path, above: in
 def test_a_durable_image_that_the_file_system_does_not_give_fails_one_switch_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stale(*_: object) -> None:
+    def stale(*_: object, **_more: object) -> None:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
     tier = tier_in(tmp_path)
