@@ -12,6 +12,7 @@ from plexrl_slurm.core.errors import BadImage, PlexError
 from plexrl_slurm.core.tiers import Eviction, How, Tier, TieredImage, choose, next_use_us
 from plexrl_slurm.daemons.nvme_tier import Copy, NvmeTier
 from plexrl_slurm.logs import say
+from plexrl_slurm.memory import contents
 from plexrl_slurm.memory.images import Held, ImageStore
 
 log = logging.getLogger(__name__)
@@ -148,7 +149,7 @@ class HostRoom:
     def _on_disk(self) -> int:
         files = self._snapshots.glob("*.safetensors") if self._snapshots is not None else ()
         slabs = sum(store.all_bytes() for store in self._stores.values())
-        return slabs + sum(_size(path) for path in files)
+        return slabs + contents.bytes_of(files)
 
     def _used(self) -> int:
         grows = (
@@ -259,10 +260,3 @@ class HostRoom:
 def _key(eviction: Eviction) -> _Key:
     wpg, _, deployment = eviction.id.partition("\n")
     return wpg, deployment
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0

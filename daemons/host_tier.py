@@ -12,7 +12,7 @@ from plexrl_slurm.core.errors import BadImage, StorageFull
 from plexrl_slurm.daemons.folders import locked, refuse_foreign
 from plexrl_slurm.daemons.host_room import HostRoom
 from plexrl_slurm.daemons.nvme_tier import NvmeTier
-from plexrl_slurm.memory import durable
+from plexrl_slurm.memory import contents, durable
 from plexrl_slurm.memory.files import part_name
 from plexrl_slurm.memory.images import Held, ImageStore
 from plexrl_slurm.transport import messages as tm
@@ -310,6 +310,7 @@ class HostTier:
         for path in self.snapshots.glob("*.safetensors"):
             if path.stem not in wanted:
                 path.unlink(missing_ok=True)
+        contents.forget(self.snapshots)
 
     def drop(self, order: tm.DropOrder) -> None:
         """Delete images and snapshots."""
@@ -346,3 +347,4 @@ class HostTier:
         path = self.snapshot(snapshot)
         path.unlink(missing_ok=True)
         part_name(path, self.writer).unlink(missing_ok=True)
+        contents.forget(self.snapshots)

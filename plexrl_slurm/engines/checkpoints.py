@@ -12,11 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from plexrl_slurm.core import content
 from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import BadInput, PlexError
 from plexrl_slurm.engines.reshard import Resharded
 from plexrl_slurm.engines.skeleton import Skeleton, bytes_of, dtype_name
-from plexrl_slurm.memory import checkpoint
+from plexrl_slurm.memory import checkpoint, contents
 from plexrl_slurm.memory.checkpoint import Manifest, RankFile
 from plexrl_slurm.memory.files import (
     NamedBuffer,
@@ -125,10 +126,11 @@ def save(skeleton: Skeleton, model: ModelSpec, path: Path, uri: str, gang: Gang)
 
 def load(
     skeleton: Skeleton, model: ModelSpec, path: Path, uri: str, gang: Gang, *, optimizer: bool
-) -> int:
+) -> tuple[int, int]:
     """Read a checkpoint folder; an open step is closed. Nothing changes if it does not fit.
 
-    One of another number of ranks or ZeRO stage is dealt anew.
+    Answers with the bytes read and with what the weights are. One of another number of ranks or
+    ZeRO stage is dealt anew.
     """
     failure: PlexError | None = None
     try:
@@ -167,7 +169,8 @@ def load(
     skeleton.refresh()
     skeleton.close_step()
     skeleton.set_counters({**skeleton.counters(), "step": manifest.step if optimizer else 0})
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    read = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    return read, content.of_files(*(file.sha256 for file in manifest.files))
 
 
 def _check_model(manifest: Manifest, model: ModelSpec) -> None:
@@ -191,19 +194,30 @@ def export(
     gang: Gang,
     *,
     uri: str = "",
+    weights: int,
 ) -> int:
-    """Write the sampling weights to ``path``, and a loadable model folder to ``durable``."""
+    """Write the sampling weights to ``path``, and a loadable model folder to ``durable``.
+
+    Equal ``weights`` at ``path``'s side are not written again.
+    """
     failure: PlexError | None = None
-    written = 0
+    written, there = 0, False
+    if gang.rank == 0:
+        there = contents.link(path, weights)
+    if durable is None and gang.everyones(there)[0]:
+        return gang.everyones(path.stat().st_size if there else 0)[0]
     named = skeleton.named_weights()  # all ranks give their share
     if gang.rank == 0:
-        weights = _buffers(named)
+        buffers = _buffers(named)
         try:
             with storage_errors(path.parent, 0):
                 path.parent.mkdir(parents=True, exist_ok=True)
-            written = write_tensors(path, weights, durable=False).bytes
+            if not there:
+                write_tensors(path, buffers, durable=False)
+                contents.remember(path, weights)
+            written = path.stat().st_size
             if durable is not None:
-                _export_folder(weights, model, durable, uri=uri, step=skeleton.step)
+                _export_folder(buffers, model, durable, uri=uri, step=skeleton.step)
         except PlexError as error:
             failure = error
     gang.share_failure(failure)

@@ -13,6 +13,7 @@ import hashlib
 import math
 import os
 import shutil
+import uuid
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from plexrl_slurm import wire
+from plexrl_slurm.core import content
 from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import BadImage, BadInput, StepSkipped, StorageFull
 from plexrl_slurm.core.zero import layout_of
@@ -34,6 +36,8 @@ from plexrl_slurm.engines.skeleton import Skeleton, bytes_of, copy_bytes, dtype_
 from plexrl_slurm.memory import swap
 from plexrl_slurm.memory.slab import Slab, SlabHeader, SlabTensor
 
+#: Name under which an image says what its weights are.
+_WEIGHTS: Final = "weights"
 #: A rank that hears nothing from another for so long gives up.
 _TIMEOUT: Final = timedelta(minutes=5)
 
@@ -54,6 +58,9 @@ class DeepSpeedEngine:
         self._gang = Gang(rank=spec.rank, world=spec.world)
         self._skeleton: Skeleton | None = None
         self._deployment = ""
+        #: What the resident's weights are; see :mod:`plexrl_slurm.core.content`.
+        self._weights = 0
+        self._steps, self._unique = 0, self._gang.everyones(uuid.uuid4().hex)[0]
         self._model: ModelSpec | None = None
         self._slabs: dict[Path, Slab] = {}
         self._swap = _swap_folder(spec) if self._zero.swap_optimizer else None
@@ -78,6 +85,7 @@ class DeepSpeedEngine:
         if skeleton is before or skeleton.swapped is not None:
             skeleton.reset(model)  # a new one has the base weights already
         self._deployment, self._model = deployment, model
+        self._weights = content.of_base(model.name)
         return wire.Created(parameters=skeleton.parameters)
 
     def save_image(self, path: Path, *, deployment: str, progress: tuple[int, int]) -> int:
@@ -91,7 +99,11 @@ class DeepSpeedEngine:
             world=self._spec.world,
             architecture=self._layout(skeleton.architecture),
             tensors=tuple(_entry(name, tensor) for name, tensor in state.items()),
-            state=skeleton.counters() | (swapped.state() if swapped is not None else {}),
+            state={
+                **skeleton.counters(),
+                **(swapped.state() if swapped is not None else {}),
+                _WEIGHTS: self._weights,
+            },
         )
         failure: StorageFull | None = None
         try:
@@ -131,6 +143,7 @@ class DeepSpeedEngine:
         skeleton.set_counters(header.state)
         skeleton.refresh()
         self._deployment, self._model = deployment, model
+        self._weights = header.state.get(_WEIGHTS) or self._new_weights()
         return moved
 
     def _model_of(self, path: Path, header: SlabHeader, deployment: str) -> ModelSpec:
@@ -256,6 +269,7 @@ class DeepSpeedEngine:
                 "the gradient is not finite: this step was skipped and its gradients dropped; "
                 "weights and moments are as before"
             )
+        self._weights = self._new_weights()
         return wire.OptimOutput(
             metrics={
                 "grad_norm": norm,
@@ -274,7 +288,7 @@ class DeepSpeedEngine:
     def load_state(self, body: wire.LoadState) -> wire.Saved:
         skeleton, model = self._resident()
         self._make_room(skeleton)
-        read = load(
+        read, self._weights = load(
             skeleton, model, Path(body.path), body.uri, self._gang, optimizer=body.optimizer
         )
         return wire.Saved(uri=body.uri, bytes=read)
@@ -282,8 +296,15 @@ class DeepSpeedEngine:
     def publish(self, body: wire.Publish, path: Path) -> wire.Saved:
         skeleton, model = self._resident()
         durable = Path(body.path) if body.path else None
-        written = export(skeleton, model, path, durable, self._gang, uri=body.uri)
-        return wire.Saved(uri=body.uri, bytes=written)
+        written = export(
+            skeleton, model, path, durable, self._gang, uri=body.uri, weights=self._weights
+        )
+        return wire.Saved(uri=body.uri, bytes=written, content=content.text(self._weights))
+
+    def _new_weights(self) -> int:
+        """Nobody else's; the same on all ranks."""
+        self._steps += 1
+        return content.of_step(f"{self._unique} {self._steps}")
 
     def digest(self) -> str:
         skeleton, _ = self._resident()

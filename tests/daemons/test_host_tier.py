@@ -14,7 +14,7 @@ import pytest
 from plexrl_slurm.core.errors import BadImage, Denied
 from plexrl_slurm.daemons import shared_tier
 from plexrl_slurm.daemons.host_tier import HostTier
-from plexrl_slurm.memory import durable
+from plexrl_slurm.memory import contents, durable
 from plexrl_slurm.memory.files import WRITER, NamedBuffer, part_name, write_tensors
 from plexrl_slurm.transport import messages as tm
 from tests.daemons.holds_bench import World, settings_in, world_in
@@ -231,3 +231,16 @@ def test_an_image_that_was_copied_while_its_deployment_was_dropped_goes_too(
         assert not folder.parent.exists()
 
     play(tmp_path, scene)
+
+
+def test_equal_weights_of_two_snapshots_leave_memory_with_the_last(tmp_path: Path) -> None:
+    tier = tier_in(tmp_path, shared=False)
+    first, second = tier.snapshot("a.v1"), tier.snapshot("b.v1")
+    first.write_bytes(b"12345678")
+    contents.remember(first, 1)
+    assert contents.link(second, 1)
+    assert sorted(tier.snapshot_names()) == ["a.v1", "b.v1"]
+    tier.drop(tm.DropOrder(epoch=1, deployments=[], snapshots=["a.v1"]))
+    assert second.read_bytes() == b"12345678" and not first.exists()
+    tier.keep_only(deployments=[], snapshots=[])
+    assert not list(tier.snapshots.glob("**/*.safetensors"))
