@@ -10,7 +10,7 @@ PYTEST := $(BIN)/python -m pytest
 FAST := not (engines or postgres or slow or slurm or gpu)
 ARGS ?=
 
-.PHONY: help setup check test demo demo-slurm format lint types layers unit marked bless db-revision clean
+.PHONY: help setup check test demo demo-slurm soak format lint types layers unit marked bless db-revision clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -29,6 +29,11 @@ demo: ## three GRPO jobs share one hold, shared against alone (<= 8 min; ARGS="-
 demo-slurm: ## the same on a private Slurm: several users, a node lost, a hold renewed (<= 15 min, root; ARGS="--help")
 	@scripts/setup.sh tiny
 	$(BIN)/python -m tests.slurm_live.demo $(ARGS)
+
+# Part of `make test` with the fakes, for SOAK_MINUTES of 3 unless said otherwise.
+soak: ## eight jobs with memory for two, random kill -9: nobody may differ (SOAK_MINUTES=20; ARGS="--engine deepspeed")
+	@scripts/setup.sh tiny
+	$(BIN)/python -m tests.soak $(ARGS)
 
 format: setup ## rewrite: ruff format and its safe fixes
 	$(BIN)/ruff format .

@@ -13,7 +13,8 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,13 @@ import zmq.asyncio
 
 from plexrl_slurm import logs
 from plexrl_slurm.clock import now_us
-from plexrl_slurm.core.errors import PlexError
 from plexrl_slurm.daemons.agent_config import AgentConfig, devices_of, visible_gpus
+from plexrl_slurm.daemons.agent_orders import Orders
 from plexrl_slurm.daemons.folders import tidy_siblings
-from plexrl_slurm.daemons.gang import Gang, GangLost
-from plexrl_slurm.daemons.host_tier import HostTier
+from plexrl_slurm.daemons.gang import Gang
+from plexrl_slurm.daemons.gang_part import GangPart
+from plexrl_slurm.daemons.part_orders import PartOrders
+from plexrl_slurm.daemons.part_tier import PartTier
 from plexrl_slurm.engines import ranklink
 from plexrl_slurm.logs import say
 from plexrl_slurm.transport import messages as tm
@@ -36,6 +39,8 @@ from plexrl_slurm.transport.links import AgentLink, Inbox
 log = logging.getLogger(__name__)
 
 BEAT_S = 1.0
+#: Longest wait for an image of a WPG on several nodes before a hello.
+STILL_S = 10.0
 
 
 class Agent:
@@ -45,17 +50,13 @@ class Agent:
         self._config = config
         self._epoch = now_us()
         self._daemon_epoch = 0
-        self._gangs: dict[str, Gang] = {}
-        self._resident: dict[str, str] = {}
-        #: What has taken effect on the resident of each training WPG.
-        self._progress: dict[str, tuple[int, int]] = {}
-        #: ``order id -> (wpg, call, part)`` of runs whose report is not acknowledged.
-        self._running: dict[str, tuple[str, str, int]] = {}
         self._moving = 0
         self._still = asyncio.Event()
         self._still.set()
         self._number = 0
         self._unacknowledged: dict[int, tm.Done | tm.WpgChanged] = {}
+        #: What the daemon was told last of the images here.
+        self._said: tm.Stock | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
         #: The hold is given back, and the host tier with it.
@@ -64,12 +65,22 @@ class Agent:
         #: GPUs that Slurm gave this node's agent; ``None``: it said nothing about GPUs.
         self._gpus = visible_gpus(os.environ)
         writer = f"{config.agent}.{self._epoch}"
-        self._tier = HostTier(
+        self._tier = PartTier(
             Path(config.host_dir),
             snapshots=config.snapshots,
             writer=writer,
             nvme=config.nvme,
             host_bytes=config.host_bytes,
+        )
+        self._orders = Orders(
+            self._tier, report=self._report, number=self._next_number, tidy=self._tidy
+        )
+        self._parts = PartOrders(
+            self._tier,
+            self._orders,
+            report=self._report,
+            send=lambda ready: self._link.send(ready),
+            number=self._next_number,
         )
         self._private = Path(tempfile.mkdtemp(prefix="plexrl-agent-"))
         self._context = zmq.asyncio.Context()
@@ -97,7 +108,7 @@ class Agent:
         done, _ = await asyncio.wait({*loops, stop}, return_when=asyncio.FIRST_COMPLETED)
         for task in loops:
             task.cancel()
-        await asyncio.gather(*(gang.stop() for gang in self._gangs.values()))
+        await asyncio.gather(*(gang.stop() for gang in self._orders.gangs.values()))
         self._link.close()
         self._inbox.close()
         self._ranks.close()
@@ -128,41 +139,48 @@ class Agent:
                 case _ if command.epoch < self._daemon_epoch:
                     say(log, "old_daemon_ignored", epoch=command.epoch)
                 case tm.Welcome():
-                    self._daemon_epoch = command.epoch
+                    self._daemon_epoch, self._said = command.epoch, None
                     self._welcome(command)
                 case tm.SwitchOrder():
-                    self._begin(command, self._switch(command))
+                    self._begin(command, self._orders.switch(command))
                 case tm.SaveOrder():
-                    self._begin(command, self._save(command))
+                    self._begin(command, self._orders.save(command))
                 case tm.RunOrder():
-                    if self._may_run(command):
-                        self._running[command.id] = (command.wpg, command.call, command.part)
+                    if self._orders.may_run(command):
+                        self._orders.running[command.id] = (command.wpg, command.call, command.part)
                         if command.publish:
                             self._tier.publishing(command.publish)
-                        self._spawn(self._run(command))
+                        self._spawn(self._orders.run(command))
                 case tm.AbortOrder():
-                    for order, (wpg, call, _) in list(self._running.items()):
+                    for order, (wpg, call, _) in list(self._orders.running.items()):
                         if (wpg, call) == (command.wpg, command.call):
-                            await self._gangs[wpg].abort(order)
+                            await self._orders.gangs[wpg].abort(order)
                 case tm.PersistOrder():
-                    self._spawn(self._persist(command))
+                    by = self._parts if command.share else self._orders
+                    self._spawn(by.persist(command))
+                case tm.EvictOrder():
+                    self._spawn(self._orders.evict(command))
+                case tm.PrepareOrder() | tm.StartOrder() | tm.SettleOrder():
+                    if (rest := self._parts.work(command)) is not None:
+                        self._spawn(rest)
+                case tm.FetchOrder():
+                    if (rest := self._parts.work(command)) is not None:
+                        self._move(rest)
                 case tm.DropOrder():
                     self._tier.drop(command)
                     self._tidy()
-                    for wpg in [w for w, d in self._resident.items() if d in command.deployments]:
-                        del self._resident[wpg]
+                    self._orders.dropped(command)
                 case tm.StopOrder():
                     self._clear_host = not command.keep_host
                     self._stop.set()
 
-    def _may_run(self, order: tm.RunOrder | tm.SwitchOrder | tm.SaveOrder) -> bool:
-        gang = self._gangs.get(order.wpg)
-        return gang is not None and gang.state == "up" and gang.incarnation == order.incarnation
-
     def _begin(self, order: tm.SwitchOrder | tm.SaveOrder, work: Coroutine[Any, Any, None]) -> None:
-        if not self._may_run(order):
+        if not self._orders.may_run(order):
             work.close()
             return
+        self._move(self._parts.moving(order.wpg, work))
+
+    def _move(self, work: Coroutine[Any, Any, None]) -> None:
         self._moving += 1
         self._still.clear()
         self._spawn(self._moved(work))
@@ -181,7 +199,10 @@ class Agent:
         self._tier.drop_again(quiet=self._moving == 0)
 
     async def _say_hello(self) -> None:
-        await self._still.wait()
+        # Ranks that wait for others, which may never come, must not keep the agent silent.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STILL_S if self._parts.busy() else None):
+                await self._still.wait()
         finished = [
             report
             for report in self._unacknowledged.values()
@@ -190,8 +211,8 @@ class Agent:
         # The state of the WPGs and the images, below, say what the other reports said.
         self._unacknowledged = {report.number: report for report in finished}
         ended = {report.order for report in finished}
-        running: dict[str, list[tuple[str, int]]] = {name: [] for name in self._gangs}
-        for order, (wpg, call, part) in self._running.items():
+        running: dict[str, list[tuple[str, int]]] = {name: [] for name in self._orders.gangs}
+        for order, (wpg, call, part) in self._orders.running.items():
             if order not in ended:
                 running[wpg].append((call, part))
         await self._link.send(
@@ -206,14 +227,14 @@ class Agent:
                 wpgs=[
                     tm.WpgHeld(
                         name=name,
-                        state=gang.state,
-                        resident=self._resident.get(name, ""),
-                        progress=self._progress.get(name, (0, 0)),
+                        state="moving" if name in self._parts.busy() else gang.state,
+                        resident=self._orders.resident.get(name, ""),
+                        progress=self._orders.progress.get(name, (0, 0)),
                         running=running[name],
-                        incarnation=gang.incarnation,
+                        incarnation=gang.newest,
                         pids=gang.pids,
                     )
-                    for name, gang in self._gangs.items()
+                    for name, gang in self._orders.gangs.items()
                 ],
                 images=self._tier.images(),
                 snapshots=self._tier.snapshot_names(),
@@ -224,28 +245,36 @@ class Agent:
 
     def _welcome(self, welcome: tm.Welcome) -> None:
         for config in welcome.wpgs:
-            if config.name in self._gangs:
+            if config.name in self._orders.gangs:
                 continue
             devices = devices_of(config.devices, self._gpus)
             if devices is None:
                 self._lacks_gpus(config)
                 continue
-            gang = Gang(
-                config,
-                models=welcome.models,
-                endpoint=self._ranks_endpoint,
-                folder=Path(self._config.state_dir) / "ranks",
-                specs=self._private,
-                writer=self._tier.writer,
-                send=self._send_rank,
-                changed=self._gang_changed,
-                devices=devices,
-            )
-            self._gangs[config.name] = gang
-            if gang.trains:
+            gang = self._gang(config, welcome.models, devices)
+            self._orders.gangs[config.name] = gang
+            if config.nodes > 1:
+                self._tier.part(config.name, world=config.world, ranks=config.ranks)
+            elif gang.trains:
                 self._tier.store(config.name, config.world)
             gang.start()
         self._tier.keep_only(deployments=welcome.deployments, snapshots=welcome.snapshots)
+
+    def _gang(self, config: tm.WpgConfig, models: dict[str, dict[str, Any]], devices: str) -> Gang:
+        make: Callable[..., Gang] = Gang
+        if config.nodes > 1:
+            make = partial(GangPart, ready=lambda p, n: self._spawn(self._parts.ready(p, n)))
+        return make(
+            config,
+            models=models,
+            endpoint=self._ranks_endpoint,
+            folder=Path(self._config.state_dir) / "ranks",
+            specs=self._private,
+            writer=self._tier.writer,
+            send=self._send_rank,
+            changed=self._gang_changed,
+            devices=devices,
+        )
 
     def _lacks_gpus(self, config: tm.WpgConfig) -> None:
         """A WPG that cannot be started here."""
@@ -279,153 +308,16 @@ class Agent:
     def _acknowledged(self, number: int) -> None:
         report = self._unacknowledged.pop(number, None)
         if isinstance(report, tm.Done) and report.what == "run":
-            self._running.pop(report.order, None)
+            self._orders.running.pop(report.order, None)
 
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(BEAT_S)
-            await self._link.send(tm.Beat(agent=self._config.agent, epoch=self._epoch))
-
-    # -- orders ------------------------------------------------------------------------------
-    async def _run(self, order: tm.RunOrder) -> None:
-        gang = self._gangs[order.wpg]
-        path = str(self._tier.snapshot(order.publish)) if order.publish else ""
-        if gang.trains and self._resident.get(order.wpg) != order.deployment:
-            # It is created in the resident's place, of which nothing is certain from now on.
-            self._resident.pop(order.wpg, None)
-        operation = ranklink.Call(
-            call=order.call, deployment=order.deployment, body=order.body, publish_path=path
-        )
-        try:
-            answers = await gang.order(order.id, [operation] * gang.processes)
-        except GangLost:
-            self._running.pop(order.id, None)
-            return
-        finally:
-            self._tier.published(order.publish)
-            self._tidy()
-        if gang.trains:
-            self._took_effect(order, ok=all(answer.ok for answer in answers))
-        await self._report(self._done(order.id, order.wpg, "run", answers, order.call, order.part))
-
-    def _took_effect(self, order: tm.RunOrder, *, ok: bool) -> None:
-        """Note how far the device's state is; a failed call is passed without an effect."""
-        if ok:
-            self._resident[order.wpg] = order.deployment
-        elif self._resident.get(order.wpg) != order.deployment:
-            return
-        last = not ok or order.part + 1 == order.parts
-        self._progress[order.wpg] = (order.seq + 1, 0) if last else (order.seq, order.part + 1)
-
-    async def _switch(self, order: tm.SwitchOrder) -> None:
-        gang = self._gangs[order.wpg]
-        if not gang.trains:
-            path = order.snapshot_path or str(self._tier.snapshot(order.incoming))
-            operation = ranklink.Load(incoming=order.incoming, load_path=path, model=order.model)
-            with contextlib.suppress(GangLost):
-                answers = await gang.order(order.id, [operation])
-                if answers[0].ok:
-                    self._resident[order.wpg] = order.incoming
-                else:
-                    self._resident.pop(order.wpg, None)
-                await self._report(self._done(order.id, order.wpg, "switch", answers))
-            return
-        self._tier.returns(order.incoming)
-        passage, error = None, f"no image of {order.incoming}"
-        try:
-            passage = await self._tier.begin_switch(order)
-        except PlexError as problem:
-            error = str(problem)
-        if passage is None or passage.held is None:
-            answer = ranklink.Answer(order.id, False, error=error)
-            await self._report(self._done(order.id, order.wpg, "switch", [answer]))
-            return
-        operations: list[ranklink.Operation] = [
-            ranklink.Load(
-                incoming=order.incoming,
-                load_path=str(path),
-                outgoing=order.outgoing,
-                save_path=str(passage.saves[rank]) if passage.saves else "",
-                progress=order.progress,
-            )
-            for rank, path in enumerate(passage.loads)
-        ]
-        ok = False
-        try:
-            answers = await gang.order(order.id, operations)
-            ok = all(answer.ok for answer in answers)
-        except GangLost:
-            return
-        finally:
-            self._tier.end(passage, order.outgoing, order.progress, ok=ok)
-        if ok:
-            self._resident[order.wpg] = order.incoming
-            self._progress[order.wpg] = passage.held.progress
-        else:
-            self._resident.pop(order.wpg, None)
-        await self._report(self._done(order.id, order.wpg, "switch", answers))
-
-    async def _save(self, order: tm.SaveOrder) -> None:
-        gang = self._gangs[order.wpg]
-        self._tier.returns(order.deployment)
-        passage, ok = await self._tier.begin_save(order), False
-        operations: list[ranklink.Operation] = [
-            ranklink.Save(order.deployment, str(path), order.progress) for path in passage.saves
-        ]
-        try:
-            answers = await gang.order(order.id, operations)
-            ok = all(answer.ok for answer in answers)
-        except GangLost:
-            return
-        finally:
-            self._tier.end(passage, order.deployment, order.progress, ok=ok)
-        await self._report(self._done(order.id, order.wpg, "save", answers))
-
-    async def _persist(self, order: tm.PersistOrder) -> None:
-        progress, ok, error, size = (0, 0), True, "", 0
-        try:
-            held = await self._tier.persist(order)
-            progress, size = held.progress, held.bytes
-        except (PlexError, KeyError, OSError) as problem:
-            ok, error = False, str(problem)
-        await self._report(
-            tm.Done(
-                number=self._next_number(),
-                wpg=order.wpg,
-                order=order.id,
-                what="persist",
-                ok=ok,
-                deployment=order.deployment,
-                progress=progress,
-                error=error,
-                moved_bytes=size,
-            )
-        )
-
-    def _done(
-        self,
-        order: str,
-        wpg: str,
-        what: str,
-        answers: list[ranklink.Answer],
-        call: str = "",
-        part: int = 0,
-    ) -> tm.Done:
-        bad = next((answer for answer in answers if not answer.ok), None)
-        return tm.Done(
-            number=self._next_number(),
-            wpg=wpg,
-            order=order,
-            what=what,
-            ok=bad is None,
-            call=call,
-            part=part,
-            result=answers[0].result,
-            error=bad.error if bad is not None else "",
-            moved_bytes=sum(answer.moved_bytes for answer in answers),
-            started_us=min(answer.started_us for answer in answers),
-            ended_us=max(answer.ended_us for answer in answers),
-        )
+            stock = self._tier.stock()
+            news = stock if stock != self._said else None
+            self._said = stock
+            beat = tm.Beat(agent=self._config.agent, epoch=self._epoch, stock=news)
+            await self._link.send(beat)
 
     # -- ranks -------------------------------------------------------------------------------
     async def _send_rank(self, identity: bytes, data: bytes) -> None:
@@ -435,23 +327,16 @@ class Agent:
         while True:
             identity, data = await self._inbox.receive()
             name = identity.decode()
-            if (gang := self._gangs.get(name.rsplit("/", 2)[0])) is not None:
+            if (gang := self._orders.gangs.get(name.rsplit("/", 2)[0])) is not None:
                 gang.heard(name, ranklink.decode_report(data))
 
     def _gang_changed(self, gang: Gang, reason: str) -> None:
         name = gang.config.name
         say(log, "gang", wpg=name, state=gang.state, pids=gang.pids, reason=reason)
-        if gang.state != "up":
-            self._resident.pop(name, None)
-        if gang.state == "down":
-            finished = {
-                report.order
-                for report in self._unacknowledged.values()
-                if isinstance(report, tm.Done)
-            }
-            for order, (wpg, _, _) in list(self._running.items()):
-                if wpg == name and order not in finished:
-                    del self._running[order]
+        finished = {
+            report.order for report in self._unacknowledged.values() if isinstance(report, tm.Done)
+        }
+        self._orders.gang_changed(gang, finished=finished)
         self._spawn(
             self._report(
                 tm.WpgChanged(

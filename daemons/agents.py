@@ -1,16 +1,32 @@
 """The daemon's view of its agents: who is there, what they have, and orders to them."""
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 
 import msgspec
 
 from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.ids import CallId, CauseId, DeploymentId, WpgId
-from plexrl_slurm.core.messages import Call, Persist, Run, SaveImage, Switch, WpgDown, WpgUp
+from plexrl_slurm.core.messages import (
+    Call,
+    ImagesLeft,
+    Persist,
+    Run,
+    SaveImage,
+    Switch,
+    WpgDown,
+    WpgUp,
+)
+from plexrl_slurm.daemons.agent_views import AgentView, WpgView
+from plexrl_slurm.daemons.gang_hub import GangHub
+from plexrl_slurm.daemons.gang_orders import GangOrders
+from plexrl_slurm.daemons.gang_view import Gang
+from plexrl_slurm.daemons.image_stories import ImageStories
 from plexrl_slurm.daemons.layout import HeldWpg, Place
-from plexrl_slurm.daemons.shell import Durable, Shell, Weights
+from plexrl_slurm.daemons.orders import Durable, Weights
+from plexrl_slurm.daemons.shell import Shell
 from plexrl_slurm.logs import say
 from plexrl_slurm.settings import Settings
 from plexrl_slurm.transport import messages as tm
@@ -22,39 +38,8 @@ log = logging.getLogger(__name__)
 NEVER = 4
 
 
-@dataclass(slots=True)
-class WpgView:
-    """A WPG as its agent last described it."""
-
-    name: str
-    #: Address of its agent; empty until that has said hello.
-    agent: bytes
-    node: str = ""
-    state: str = "starting"
-    reason: str = ""
-    incarnation: int = 0
-    pids: list[int] = field(default_factory=list)
-    #: Starts in a row that did not bring it up.
-    failures: int = 0
-
-
-@dataclass(slots=True)
-class AgentView:
-    """An agent that said hello."""
-
-    name: str
-    place: Place
-    epoch: int
-    pid: int
-    heard_us: int
-    #: It knows what it is to run.
-    welcome: bool = False
-    #: It was declared lost, or its hold is given back: nothing it says counts any more.
-    refused: bool = False
-
-
 class AgentHub:
-    """Implements ``shell.Orders``."""
+    """Implements ``orders.Orders``."""
 
     def __init__(
         self,
@@ -66,15 +51,24 @@ class AgentHub:
         recover: Callable[[tm.Hello, Collection[WpgId]], Awaitable[tuple[list[str], list[str]]]],
         persisted: Callable[[tm.Done], None],
         after_commit: Callable[[Callable[[], None]], None],
+        address_of: Callable[[Place], Awaitable[str]] | None = None,
     ) -> None:
         """``recover`` rebuilds the core's knowledge of what lives on some WPGs when their agent is
         first heard, and returns the deployments and snapshots of the partition that still exist;
         ``persisted`` writes down that an image is durable; ``after_commit`` runs a function when
-        everything written so far is durable."""
+        everything written so far is durable; ``address_of``: where other nodes reach one."""
         self.agents: dict[bytes, AgentView] = {}
         self.wpgs: dict[str, WpgView] = {}
         self._server, self._shell, self._epoch, self._settings = server, shell, epoch, settings
         self._recover, self._persisted, self._after_commit = recover, persisted, after_commit
+        #: Called with the report of a switch or a persist that met damaged images, or found none,
+        #: and its node.
+        self.on_left: Callable[[tm.Done, str], None] = lambda _done, _node: None
+        #: Called with a node and what failed there.
+        self.on_fault: Callable[[str, str], None] = lambda _node, _reason: None
+        #: Orders whose reports somebody waits for.
+        self._asked: dict[str, asyncio.Future[tm.Done]] = {}
+        self.stories = ImageStories()
         self._orders = 0
         #: Where agents are expected, and what they are to run.
         self._places: dict[Place, tuple[HeldWpg, ...]] = {}
@@ -84,6 +78,24 @@ class AgentHub:
         self._awaited: set[str] = set()
         #: Persists under way: ``deployment -> (address, progress)``.
         self._persisting: dict[str, tuple[bytes, tuple[int, int]]] = {}
+        orders = GangOrders(
+            shell,
+            epoch=epoch,
+            durable=str(settings.durable_dir),
+            post=self._post,
+            after_commit=after_commit,
+            persist_ended=lambda name, progress: self._persist_ended(name, progress, ok=False),
+            order_id=self.order_id,
+        )
+        #: WPGs that lie on several nodes.
+        self.gangs = GangHub(
+            shell,
+            orders,
+            epoch=epoch,
+            post=self._post,
+            recover=recover,
+            address_of=address_of or _name_of,
+        )
 
     # -- holds -------------------------------------------------------------------------------
     def await_hold(self, hold: str) -> None:
@@ -100,8 +112,11 @@ class AgentHub:
         for place in places:
             self._places[place], self._expected_us[place] = (), now_us()
         for held in wpgs:
-            self._places[held.place] += (held,)
-            self.wpgs[held.id] = WpgView(name=held.id, agent=b"", node=held.place.node)
+            for place in held.places:
+                self._places[place] += (held,)
+            self.wpgs[held.id] = WpgView(name=held.id, agent=b"", node=held.nodes)
+            if len(held.places) > 1:
+                self.gangs.expect(held, self._show)
         for address, agent in self.agents.items():
             if agent.place.hold == hold and not agent.welcome:
                 self._post(address, tm.WhoAreYou(epoch=self._epoch))
@@ -111,6 +126,9 @@ class AgentHub:
         self._expected_us.pop(place, None)
         for held in self._places.pop(place, ()):
             self.wpgs.pop(held.id, None)
+            self.gangs.end(held.id)
+            for other in set(held.places) & self._places.keys():
+                self._places[other] = tuple(w for w in self._places[other] if w is not held)
         for address, agent in self.agents.items():
             if agent.place == place:
                 self._refuse(address, agent, reason)
@@ -130,11 +148,16 @@ class AgentHub:
 
     def hopeless(self) -> list[tuple[Place, str]]:
         """Places with a WPG that does not start there, however often it is tried."""
-        return [
-            (place, f"WPG {held.id} does not start: {view.reason}")
+        failing = [
+            (place, held.id, view.failures)
             for place, wpgs in self._places.items()
             for held in wpgs
-            if (view := self.wpgs.get(held.id)) is not None and view.failures >= NEVER
+            if (view := self.wpgs.get(held.id)) is not None
+        ]
+        return [
+            (place, f"WPG {wpg} does not start: {self.wpgs[wpg].reason}")
+            for place, wpg, failures in (*failing, *self.gangs.failures())
+            if failures >= NEVER
         ]
 
     def heard_us(self) -> dict[Place, int]:
@@ -175,6 +198,8 @@ class AgentHub:
             agent = self.agents.get(address)
             if isinstance(report, tm.Hello):
                 await self._hello(address, report)
+            elif isinstance(report, tm.PartReady) and agent is not None and not agent.refused:
+                await self.gangs.ready(address, report)
             elif agent is None or (isinstance(report, tm.Beat) and report.epoch != agent.epoch):
                 await self._server.send(address, tm.WhoAreYou(epoch=self._epoch))
             elif agent.refused:
@@ -230,16 +255,20 @@ class AgentHub:
                 view.incarnation = 0
                 if view.state != "down":
                     self._down(view, "its agent was started again")
+        self.gangs.lost(address, "its agent was started again")
 
     async def _welcome(self, address: bytes, hello: tm.Hello, wpgs: tuple[HeldWpg, ...]) -> None:
         for done in hello.finished:
             if done.what == "persist" and done.ok:
                 self._persisted(done)
-        deployments, snapshots = await self._recover(hello, [held.id for held in wpgs])
-        for done in hello.finished:
+        finished, place = hello.finished, self.agents[address].place
+        hello = self.gangs.take(address, place, hello)
+        alone = [held.id for held in wpgs if self.gangs.get(held.id) is None]
+        deployments, snapshots = await self._recover(hello, alone)
+        for done in finished:
             self._acknowledge(address, done.number)
-        for held in wpgs:
-            self.wpgs[held.id].agent = address
+        for wpg in alone:
+            self.wpgs[wpg].agent = address
         for gang in hello.wpgs:
             view = self.wpgs.get(gang.name)
             if view is None or view.agent != address:
@@ -261,18 +290,35 @@ class AgentHub:
             address,
             tm.Welcome(
                 epoch=self._epoch,
-                wpgs=[held.config() for held in wpgs],
+                wpgs=[held.config(held.places.index(place)) for held in wpgs],
                 models={name: asdict(model) for name, model in self._settings.models.items()},
                 deployments=deployments,
                 snapshots=snapshots,
             ),
         )
+        await self.gangs.welcomed(address)
+
+    def ask(
+        self, address: bytes, order: tm.PersistOrder | tm.EvictOrder
+    ) -> "asyncio.Future[tm.Done]":
+        """Its report, which nobody else hears."""
+        self._asked[order.id] = asyncio.get_running_loop().create_future()
+        self._post(address, order)
+        return self._asked[order.id]
 
     def _heard(self, address: bytes, report: tm.Report) -> None:
+        if isinstance(report, tm.Done) and (asked := self._asked.pop(report.order, None)):
+            self._acknowledge(address, report.number)
+            if not asked.done():
+                asked.set_result(report)
+            return
         match report:
             case tm.WpgChanged():
+                self.gangs.changed(address, report)
                 self._changed(address, report)
                 self._acknowledge(address, report.number)
+            case tm.Done() if report.what != "persist" and self.gangs.done(address, report):
+                pass
             case tm.Done(what="run"):
                 self._shell.run_ended(
                     WpgId(report.wpg),
@@ -291,15 +337,31 @@ class AgentHub:
                     say(log, "switch_failed", wpg=report.wpg, reason=report.error)
                     if (view := self.wpgs.get(report.wpg)) is not None:
                         view.reason = report.error
+                left = self._left(report)
+                damaged = "; ".join(report.left.damaged) if report.left is not None else ""
                 self._shell.switch_ended(
                     WpgId(report.wpg),
                     ok=report.ok,
                     moved_bytes=report.moved_bytes,
-                    error=report.error,
+                    error=report.error or damaged,
+                    left=left,
                 )
                 self._acknowledge(address, report.number)
-            case tm.Hello() | tm.Beat():
+            case tm.Beat(stock=tm.Stock() as stock):
+                agent = self.agents[address]
+                agent.stock = stock
+                self.stories.heard(agent.place.node, stock)
+            case tm.Hello() | tm.Beat() | tm.PartReady():
                 pass
+
+    def _left(self, report: tm.Done) -> ImagesLeft | None:
+        """What an agent says of images that are not what the core believes."""
+        if report.left is None:
+            return None
+        view = self.wpgs.get(report.wpg)
+        if report.left.damaged or report.left.image is None:
+            self.on_left(report, view.node if view is not None else "")
+        return ImagesLeft(image=report.left.image, durable=report.left.durable)
 
     def _changed(self, address: bytes, report: tm.WpgChanged) -> None:
         view = self.wpgs.get(report.name)
@@ -326,6 +388,16 @@ class AgentHub:
                 WpgDown(at_us=now_us(), cause=CauseId(reason), wpg=WpgId(view.name), reason=reason)
             )
 
+    def _show(self, gang: Gang, reason: str) -> None:
+        """For people."""
+        view = self.wpgs[gang.id]
+        states = {part.state for part in gang.parts}
+        view.state = "up" if gang.up else "down" if states == {"down"} else "starting"
+        view.incarnation, view.reason = gang.incarnation, reason or view.reason
+        view.pids = [pid for part in gang.parts for pid in part.pids]
+        if gang.up:
+            view.reason = reason
+
     def _persist_done(self, address: bytes, done: tm.Done) -> None:
         where, asked = self._persisting.get(done.deployment, (b"", (0, 0)))
         if where != address:
@@ -336,11 +408,18 @@ class AgentHub:
             self._after_commit(lambda: after(done.deployment, done.progress, ok=True))
         else:
             say(log, "persist_failed", deployment=done.deployment, reason=done.error)
-            self._persist_ended(done.deployment, asked, ok=False)
+            self._persist_ended(done.deployment, asked, ok=False, left=self._left(done))
 
-    def _persist_ended(self, deployment: str, progress: tuple[int, int], *, ok: bool) -> None:
+    def _persist_ended(
+        self,
+        deployment: str,
+        progress: tuple[int, int],
+        *,
+        ok: bool,
+        left: ImagesLeft | None = None,
+    ) -> None:
         if self._persisting.pop(deployment, None) is not None:
-            self._shell.persisted(DeploymentId(deployment), progress, ok=ok)
+            self._shell.persisted(DeploymentId(deployment), progress, ok=ok, left=left)
 
     def _acknowledge(self, address: bytes, number: int) -> None:
         self._after_commit(lambda: self._post(address, tm.Ack(number=number)))
@@ -348,11 +427,14 @@ class AgentHub:
     # -- orders ------------------------------------------------------------------------------
     def switch(self, step: Switch, weights: Weights | None, durable: Durable | None) -> None:
         view = self.wpgs[step.wpg]
+        if (gang := self.gangs.get(step.wpg)) is not None:
+            self.gangs.orders.switch(gang, step, durable)
+            return
         self._post(
             view.agent,
             tm.SwitchOrder(
                 epoch=self._epoch,
-                id=self._order_id(),
+                id=self.order_id(),
                 wpg=step.wpg,
                 incarnation=view.incarnation,
                 incoming=step.incoming,
@@ -367,11 +449,14 @@ class AgentHub:
 
     def save(self, step: SaveImage) -> None:
         view = self.wpgs[step.wpg]
+        if (gang := self.gangs.get(step.wpg)) is not None:
+            self.gangs.orders.save(gang, step)
+            return
         self._post(
             view.agent,
             tm.SaveOrder(
                 epoch=self._epoch,
-                id=self._order_id(),
+                id=self.order_id(),
                 wpg=step.wpg,
                 incarnation=view.incarnation,
                 deployment=step.deployment,
@@ -380,7 +465,13 @@ class AgentHub:
         )
 
     def persist(self, step: Persist, known: Durable | None) -> None:
-        view = self.wpgs.get(step.wpg)
+        view, gang = self.wpgs.get(step.wpg), self.gangs.get(step.wpg)
+        if gang is not None:
+            if self.gangs.orders.persist(gang, step, known.progress if known else None):
+                self._persisting[step.deployment] = (gang.parts[0].address, step.progress)
+            else:
+                self._shell.persist_later(step)
+            return
         if view is None or not view.agent:
             # Its agent has not said hello since it was last lost.
             self._shell.persist_later(step)
@@ -390,7 +481,7 @@ class AgentHub:
             view.agent,
             tm.PersistOrder(
                 epoch=self._epoch,
-                id=self._order_id(),
+                id=self.order_id(),
                 wpg=step.wpg,
                 deployment=step.deployment,
                 folder=str(self._settings.durable_dir),
@@ -399,49 +490,65 @@ class AgentHub:
         )
 
     def run(self, step: Run, call: Call, body: bytes, publish: str) -> None:
-        view = self.wpgs[step.wpg]
-        self._post(
-            view.agent,
-            tm.RunOrder(
-                epoch=self._epoch,
-                id=self._order_id(),
-                wpg=step.wpg,
-                incarnation=view.incarnation,
-                call=step.call,
-                part=step.part,
-                deployment=step.deployment,
-                seq=call.seq,
-                parts=call.parts,
-                body=body,
-                publish=publish,
-            ),
+        view, gang = self.wpgs[step.wpg], self.gangs.get(step.wpg)
+        order = tm.RunOrder(
+            epoch=self._epoch,
+            id=self.order_id(),
+            wpg=step.wpg,
+            incarnation=view.incarnation if gang is None else gang.incarnation,
+            call=step.call,
+            part=step.part,
+            deployment=step.deployment,
+            seq=call.seq,
+            parts=call.parts,
+            body=body,
+            publish=publish,
         )
+        if gang is None:
+            self._post(view.agent, order)
+        else:
+            self.gangs.orders.run(gang, order)
 
     def abort(self, wpg: WpgId, call: CallId) -> None:
+        for address in self._agents_of(wpg):
+            self._post(address, tm.AbortOrder(epoch=self._epoch, wpg=wpg, call=call))
+
+    def _agents_of(self, wpg: str) -> list[bytes]:
+        """Those that have said hello."""
         view = self.wpgs.get(wpg)
-        if view is not None:
-            self._post(view.agent, tm.AbortOrder(epoch=self._epoch, wpg=wpg, call=call))
+        alone = [view.agent] if view is not None and view.agent else []
+        return self.gangs.addresses(wpg) or alone
 
     def drop(self, *, deployments: list[str], snapshots: list[str]) -> None:
         """Tell every agent to delete what nobody needs any more."""
         order = tm.DropOrder(epoch=self._epoch, deployments=deployments, snapshots=snapshots)
+        self.gangs.drop(deployments)
+        for deployment in deployments:
+            self.stories.forget(deployment)
         for address in self.agents:
             self._post(address, order)
 
     def drop_at(self, wpg: WpgId, *, deployments: list[str]) -> None:
         """They have left this WPG: its agent's images of them are garbage."""
-        view = self.wpgs.get(wpg)
-        if view is not None and view.agent:
-            order = tm.DropOrder(epoch=self._epoch, deployments=deployments, snapshots=[])
-            self._post(view.agent, order)
-            for deployment in deployments:
-                if self._persisting.get(deployment, (b"",))[0] == view.agent:
-                    del self._persisting[deployment]  # the core has forgotten it with the move
+        addresses = self._agents_of(wpg)
+        if self.gangs.get(wpg) is not None:
+            self.gangs.drop(deployments)
+        order = tm.DropOrder(epoch=self._epoch, deployments=deployments, snapshots=[])
+        for address in addresses:
+            self._post(address, order)
+        for deployment in deployments:
+            if self._persisting.get(deployment, (b"",))[0] in addresses:
+                del self._persisting[deployment]  # the core has forgotten it with the move
 
-    def _order_id(self) -> str:
+    def order_id(self) -> str:
+        """Of the next order."""
         self._orders += 1
         return f"{self._epoch}.{self._orders}"
 
     def _post(self, address: bytes, command: tm.Command) -> None:
         # Without a task of its own: the link's queue has no limit, so this never waits.
         self._server.post(address, command)
+
+
+async def _name_of(place: Place) -> str:
+    return place.node

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from plexrl_slurm.clock import now_us
+from plexrl_slurm.daemons import left_behind
 from plexrl_slurm.engines import ranklink
 from plexrl_slurm.engines.base import TRAIN_ENGINES
 from plexrl_slurm.logs import say
@@ -37,6 +38,16 @@ class _Open:
 
     future: "asyncio.Future[list[ranklink.Answer]]"
     answers: dict[int, ranklink.Answer] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """Where the ranks of one incarnation find each other."""
+
+    address: str
+    port: int
+    #: Of an incarnation on several nodes: keeps the ranks of every other one out.
+    name: str = ""
 
 
 class GangLost(Exception):
@@ -72,6 +83,8 @@ class Gang:
         self._specs, self._writer, self._devices = specs, writer, devices
         self._send, self._changed = send, changed
         self._processes: list[asyncio.subprocess.Process] = []
+        #: Shared memory that must not outlive them.
+        self._shared: set[str] = set()
         self._up: set[int] = set()
         self._open: dict[str, _Open] = {}
         self._reason = ""
@@ -85,8 +98,13 @@ class Gang:
 
     @property
     def processes(self) -> int:
-        """Rank processes; vLLM starts its tensor-parallel workers itself."""
-        return self.config.world if self.trains else 1
+        """Rank processes here; vLLM starts its tensor-parallel workers itself."""
+        return len(self.config.ranks) if self.trains else 1
+
+    @property
+    def newest(self) -> int:
+        """The last incarnation that was wanted."""
+        return self.incarnation
 
     def start(self) -> None:
         """Keep the gang running from now on."""
@@ -105,7 +123,7 @@ class Gang:
             raise GangLost(self.config.name)
         waiting = _Open(asyncio.get_running_loop().create_future())
         self._open[order_id] = waiting
-        for rank, operation in enumerate(operations):
+        for rank, operation in enumerate(operations, self._first):
             data = ranklink.encode(ranklink.Order(order_id, operation))
             await self._send(self._identity(rank), data)
         patience_s = self._seconds("answer_timeout_s")
@@ -135,6 +153,7 @@ class Gang:
                 self._up.add(rank)
                 if len(self._up) == self.processes:
                     self.state = "up"
+                    self._note_shared()
                     self._changed(self, "")
             case ranklink.Fatal(reason=reason):
                 self._reason = f"rank {rank}: {reason}"
@@ -153,31 +172,12 @@ class Gang:
         failures = 0
         while not self._stopping:
             self.incarnation += 1
-            self.state, self._up, self._reason = "starting", set(), ""
             began = now_us()
-            try:
-                await self._spawn()
-            except OSError as problem:
-                self._reason = f"cannot start: {problem}"
-                failures += 1
-                await self._kill()
-            else:
-                self._changed(self, "")
-                exits = [asyncio.create_task(process.wait()) for process in self._processes]
-                await self._wait_for_an_end(exits)
-                self._note_exit()
-                came_up = self.state == "up"
-                failures = 0 if came_up else failures + 1
-                await self._kill()
-            self.state, self.pids = "down", []
-            for waiting in self._open.values():
-                if not waiting.future.done():
-                    waiting.future.set_exception(GangLost(self._reason))
-            self._open.clear()
+            came_up = await self._live()
             if self._ending():
                 return
-            self._changed(self, self._reason)
-            pause = min(MAX_BACKOFF_S, 0.0 if failures == 0 else 0.5 * 2**failures)
+            failures = 0 if came_up else failures + 1
+            pause = pause_after(failures)
             say(
                 log,
                 "gang_down",
@@ -187,6 +187,31 @@ class Gang:
                 pause_s=pause,
             )
             await asyncio.sleep(pause)
+
+    async def _live(self) -> bool:
+        """One incarnation, from its start until none of its ranks is left; whether it came up."""
+        self.state, self._up, self._reason = "starting", set(), ""
+        came_up = False
+        try:
+            await self._spawn()
+        except OSError as problem:
+            self._reason = f"cannot start: {problem}"
+            await self._kill()
+        else:
+            self._changed(self, "")
+            exits = [asyncio.create_task(process.wait()) for process in self._processes]
+            await self._wait_for_an_end(exits)
+            self._note_exit()
+            came_up = self.state == "up"
+            await self._kill()
+        self.state, self.pids = "down", []
+        for waiting in self._open.values():
+            if not waiting.future.done():
+                waiting.future.set_exception(GangLost(self._reason))
+        self._open.clear()
+        if not self._ending():
+            self._changed(self, self._reason)
+        return came_up
 
     async def _wait_for_an_end(self, exits: "list[asyncio.Task[int]]") -> None:
         """Until a rank ends, or the gang has not come up in time."""
@@ -206,7 +231,7 @@ class Gang:
         return self._stopping
 
     def _note_exit(self) -> None:
-        for rank, process in enumerate(self._processes):
+        for rank, process in enumerate(self._processes, self._first):
             if process.returncode is None:
                 continue
             code = process.returncode
@@ -215,24 +240,28 @@ class Gang:
 
     async def _spawn(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        port = _free_port()
+        meeting = self._meeting()
         self._processes = []
         environment = os.environ | {
             "OMP_NUM_THREADS": str(max(1, len(self.config.cores) // self.processes)),
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
-            WRITER: self._writer,
+            # A rank of an earlier start may live on and write.
+            WRITER: meeting.name or f"{self._writer}.{self.incarnation}",
         }
         if self._devices:
             environment["CUDA_VISIBLE_DEVICES"] = self._devices
-        for rank in range(self.processes):
+        for rank in range(self._first, self._first + self.processes):
             spec = {
                 "wpg": self.config.name,
                 "engine": self.config.engine,
                 "rank": rank,
                 "world": self.config.world,
                 "gpus": self.config.gpus,
-                "master_port": port,
+                "first": self._first,
+                "master_address": meeting.address,
+                "master_port": meeting.port,
+                "meeting": meeting.name,
                 "agent": self._endpoint,
                 "models": self._models,
                 "options": self.config.options,
@@ -261,8 +290,16 @@ class Gang:
         cores = self.config.cores
         if len(cores) < self.processes:
             return list(cores)
-        share = len(cores) // self.processes
-        return list(cores[rank * share : (rank + 1) * share])
+        share, number = len(cores) // self.processes, rank - self._first
+        return list(cores[number * share : (number + 1) * share])
+
+    @property
+    def _first(self) -> int:
+        return self.config.ranks.start
+
+    def _meeting(self) -> Meeting:
+        """Where the ranks of an incarnation find each other."""
+        return Meeting(address="127.0.0.1", port=free_port())
 
     def _signal_all(self) -> None:
         for process in self._processes:
@@ -270,9 +307,15 @@ class Gang:
                 os.killpg(process.pid, signal.SIGKILL)
 
     async def _kill(self) -> None:
+        self._note_shared()
         self._signal_all()
         for process in self._processes:
             await process.wait()
+        left_behind.remove(self._shared)
+        self._shared.clear()
+
+    def _note_shared(self) -> None:
+        self._shared |= left_behind.mapped_by(process.pid for process in self._processes)
 
     def _identity(self, rank: int) -> bytes:
         return f"{self.config.name}/{rank}/{self.incarnation}".encode()
@@ -285,7 +328,13 @@ def open_log(path: Path) -> BinaryIO:
     return path.open("ab")
 
 
-def _free_port() -> int:
+def free_port(address: str = "127.0.0.1") -> int:
+    """One that nobody listens at; "": at none of this machine's addresses."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((address, 0))
         return int(probe.getsockname()[1])
+
+
+def pause_after(failures: int) -> float:
+    """Seconds before the next start, after so many in a row that failed."""
+    return min(MAX_BACKOFF_S, 0.0 if failures == 0 else 0.5 * 2**failures)

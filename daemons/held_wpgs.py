@@ -11,7 +11,7 @@ from plexrl_slurm.core.holding import Fault, HoldPhase
 from plexrl_slurm.core.ids import CauseId, SlurmId, WpgId
 from plexrl_slurm.core.messages import Pool, WpgDown, WpgHeld, WpgReleased
 from plexrl_slurm.daemons.agents import AgentHub
-from plexrl_slurm.daemons.layout import LOCALHOST, HeldWpg, Place, Room, wpg_slots
+from plexrl_slurm.daemons.layout import HeldWpg, Place, Room, local_nodes, wpg_slots
 from plexrl_slurm.daemons.moves import Mover
 from plexrl_slurm.daemons.service_base import Parts
 from plexrl_slurm.db import holds as rows
@@ -102,6 +102,7 @@ class HeldWpgs:
         self.slots = wpg_slots(parts.settings)
         #: Of nodes, oldest first.
         self.faults: list[Fault] = []
+        hub.on_fault = self.note_fault
         self._parts, self._hub, self._mover, self._settings = parts, hub, mover, parts.settings
 
     def is_whole(self, hold: LiveHold) -> bool:
@@ -111,7 +112,8 @@ class HeldWpgs:
     def places_of(self, hold: LiveHold, status: JobStatus) -> set[Place] | None:
         """Where the hold has nodes; ``None`` while not every component is known."""
         if self._settings.backend == "local":
-            return {Place(hold=hold.id, component=0, node=LOCALHOST)}
+            nodes = local_nodes(self._settings)
+            return {Place(hold=hold.id, component=0, node=node) for node in nodes}
         found: set[Place] = set()
         for index, each in enumerate(status.components or (hold.slurm_id,)):
             component = status if each == hold.slurm_id else self._parts.watch.jobs.get(each)
@@ -158,7 +160,7 @@ class HeldWpgs:
     def drop_place(self, hold: LiveHold, place: Place, at_us: int, reason: str) -> None:
         """The hold does not have this node any more."""
         self._hub.forget_place(place, reason)
-        for wpg in [wpg for wpg, held in hold.wpgs.items() if held.place == place]:
+        for wpg in [wpg for wpg, held in hold.wpgs.items() if place in held.places]:
             del hold.wpgs[wpg]
             self._release_wpg(hold, wpg, at_us, reason)
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -9,12 +10,15 @@ from pathlib import Path
 
 from plexrl_slurm.core.ids import SlurmId
 from plexrl_slurm.daemons.agent_config import AgentConfig
-from plexrl_slurm.daemons.layout import LOCALHOST
+from plexrl_slurm.daemons.layout import LOCALHOST, local_nodes
 from plexrl_slurm.memory.files import storage_errors
 from plexrl_slurm.settings import Settings
 from plexrl_slurm.slurm.port import BatchJob, JobStatus, SlurmPort, SlurmState
 from plexrl_slurm.slurm.templates import fill, render
 from plexrl_slurm.slurm_settings import ComponentSettings
+
+#: Variables of engines and their libraries.
+_KEPT = ("VLLM_", "DS_", "DEEPSPEED_", "TORCH_", "CUDA_", "NCCL_", "GLOO_", "OPENBLAS_")
 
 
 def submit_hold(
@@ -23,22 +27,12 @@ def submit_hold(
     """Write the files of ``hold`` and submit it. Blocks; raises what the port raises."""
     folder = settings.state_dir / "holds"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    config = _config(settings, hold, endpoint)
-    path = folder / f"{hold}.json"
-    _write(path, json.dumps(asdict(config)))
-    loop = render(
-        "agent.sh.j2",
-        hold=hold,
-        partition=settings.partition,
-        python=sys.executable,
-        config=str(path),
-    )
     if settings.backend == "local":
-        script = loop
+        nodes = local_nodes(settings)
+        loops = [_loop(settings, hold, endpoint, folder, node) for node in nodes]
+        script = loops[0].read_text(encoding="utf-8") if len(loops) == 1 else _together(loops)
     else:
-        file = folder / f"{hold}.sh"
-        _write(file, loop)
-        file.chmod(0o700)
+        file = _loop(settings, hold, endpoint, folder, "")
         script = fill(
             "hold.sbatch.j2",
             {
@@ -60,6 +54,31 @@ def submit_hold(
         ),
         hold=False,
     )
+
+
+def _loop(settings: Settings, hold: str, endpoint: str, folder: Path, node: str) -> Path:
+    """A script that keeps one agent running; ``node`` "": the one that it finds itself on."""
+    name = hold if node in ("", LOCALHOST) else f"{hold}.{node}"
+    config, script = folder / f"{name}.json", folder / f"{name}.sh"
+    _write(config, json.dumps(asdict(_config(settings, hold, endpoint, node))))
+    _write(
+        script,
+        render(
+            "agent.sh.j2",
+            hold=hold,
+            partition=settings.partition,
+            python=sys.executable,
+            config=str(config),
+        ),
+    )
+    script.chmod(0o700)
+    return script
+
+
+def _together(loops: Sequence[Path]) -> str:
+    """Several agents on this machine. Signals reach the whole process group."""
+    each = "".join(f"{shlex.quote(str(loop))} &\n" for loop in loops)
+    return f'#!/bin/bash\ntrap : TERM\n{each}while [ -n "$(jobs -pr)" ]; do wait; done\n'
 
 
 def _write(path: Path, text: str) -> None:
@@ -100,14 +119,15 @@ def _of_partition(settings: Settings) -> str:
     return f" of partition {settings.partition}"
 
 
-def _config(settings: Settings, hold: str, endpoint: str) -> AgentConfig:
-    host = settings.host_dir / settings.partition
-    nvme = settings.nvme_dir / settings.partition if settings.nvme_dir is not None else ""
+def _config(settings: Settings, hold: str, endpoint: str, node: str) -> AgentConfig:
+    own = settings.partition if node in ("", LOCALHOST) else f"{settings.partition}.{node}"
+    host = settings.host_dir / own
+    nvme = settings.nvme_dir / own if settings.nvme_dir is not None else ""
     if settings.backend == "local":
         return AgentConfig(
-            agent=f"{hold}.0.{LOCALHOST}",
+            agent=f"{hold}.0.{node}",
             hold=hold,
-            node=LOCALHOST,
+            node=node,
             endpoint=endpoint,
             state_dir=str(settings.state_dir),
             host_dir=str(host),
@@ -173,7 +193,9 @@ def agent_environment() -> dict[str, str]:
     keep = ("PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV", "TMPDIR", "LD_LIBRARY_PATH")
     chosen = {name: os.environ[name] for name in keep if name in os.environ}
     for name, value in os.environ.items():
-        if name.startswith(("VLLM_", "DS_", "DEEPSPEED_", "TORCH_", "CUDA_", "NCCL_", "OPENBLAS_")):
+        if name.startswith(
+            ("VLLM_", "DS_", "DEEPSPEED_", "TORCH_", "CUDA_", "NCCL_", "GLOO_", "OPENBLAS_")
+        ):
             chosen[name] = value
     chosen["PATH"] = f"{Path(sys.executable).parent}:{chosen.get('PATH', '/usr/bin:/bin')}"
     return chosen

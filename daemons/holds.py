@@ -40,6 +40,7 @@ from plexrl_slurm.daemons.layout import (
     LOCALHOST,
     Found,
     find_again,
+    in_order,
     lay_out,
 )
 from plexrl_slurm.daemons.moves import Mover
@@ -119,11 +120,12 @@ class HoldKeeper:
         booked = await self._parts.store.run(ledger.last_stop, hold.id)
         status = self._parts.watch.jobs.get(hold.slurm_id) or await self._ask(hold)
         rooms = {
-            (each.component, each.node): self._wpgs.room(hold, each.component, each.node)
+            (each.component, node): self._wpgs.room(hold, each.component, node)
             for each in found
+            for node in each.nodes
         }
         layout = find_again(
-            self._wpgs.slots, hold.id, found, {key: room for key, room in rooms.items() if room}
+            self._wpgs.slots, found, {key: room for key, room in rooms.items() if room}
         )
         changed = {each.name for each in found} - {held.id for held in layout}
         if changed:
@@ -132,7 +134,7 @@ class HoldKeeper:
             await self._parts.store.run(
                 hold_writes.close, hold.id, {w: booked[WpgId(w)] for w in changed}
             )
-        hold.places = {held.place for held in layout}
+        hold.places = {place for held in layout for place in held.places}
         hold.batch_node = row.batch_node or LOCALHOST
         self._wpgs.add(hold, layout, {held.id: booked[held.id] for held in layout})
         self._hub.expect(hold.id, layout, hold.places)
@@ -299,8 +301,7 @@ class HoldKeeper:
         wanted = {index for index, _ in enumerate(self._settings.hold.components)} or {0}
         if places is None or {place.component for place in places} != wanted:
             return
-        in_order = sorted(places, key=lambda place: (place.component, place.node))
-        rooms = [self._wpgs.room(hold, place.component, place.node) for place in in_order]
+        rooms = [self._wpgs.room(hold, each.component, each.node) for each in in_order(places)]
         layout = lay_out(
             self._wpgs.slots, [room for room in rooms if room], taken=self._parts.placer.wpgs
         )
@@ -316,7 +317,7 @@ class HoldKeeper:
                 wpg=held.wpg,
                 held_us=held_us[held.id],
                 component=held.place.component,
-                node=held.place.node,
+                node=held.nodes,
                 slot=held.slot.name,
             )
             for held in layout

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from plexrl_slurm.clock import now_us
-from plexrl_slurm.core.errors import BadImage, PlexError
+from plexrl_slurm.core.errors import BadImage, BadInput, PlexError
 from plexrl_slurm.core.tiers import Eviction, How, Tier, TieredImage, choose, next_use_us
 from plexrl_slurm.daemons.nvme_tier import Copy, NvmeTier
 from plexrl_slurm.logs import say
@@ -81,17 +81,46 @@ class HostRoom:
             return held
         slot = await self.begin(wpg, deployment, size=copy.bytes)
         try:
-            await self.nvme.read(copy, store.paths(slot))
+            await self._read(copy, store.paths(slot))
         except OSError as error:
             if isinstance(error, PlexError):
                 raise
             raise BadImage(str(copy.folder), f"cannot be read ({error.strerror})") from error
         else:
             store.commit(slot, deployment=deployment, progress=copy.progress)
+            say(log, "image_came_back", wpg=wpg, deployment=deployment, bytes=copy.bytes)
         finally:
             self.ended(wpg, slot)
             store.abandon(slot)
         return store.find(deployment)
+
+    async def push(self, wpg: str, deployment: str) -> int:
+        """Have an image on NVMe only; the bytes that memory gets back. Raises ``BadInput``."""
+        store = self._stores[wpg]
+        async with self._deciding:
+            held, copy = store.find(deployment), self.nvme.find(wpg, deployment)
+            if held is None:
+                where = "it is on NVMe already" if copy is not None else "the node has no image"
+                raise BadInput(f"it is not in host memory ({where})")
+            if store.is_pinned(held.slot):
+                raise BadInput("it is being read just now: try again")
+            copied = copy is not None and copy.progress == held.progress
+            if not copied and not await self._copy(wpg, deployment):
+                raise BadInput(
+                    f"it could not be copied to NVMe, of whose {self.nvme.limit} bytes "
+                    f"{self.nvme.used} are in use: see the agent's log, or raise nvme_bytes"
+                )
+            if store.find(deployment) is not held or store.is_pinned(held.slot):
+                raise BadInput("it was used meanwhile: try again")
+            store.release(deployment)
+        return held.bytes
+
+    async def _read(self, copy: Copy, slabs: list[Path]) -> None:
+        """Once more, if it was bad: it is not the disk that errs every time."""
+        try:
+            await self.nvme.read(copy, slabs)
+        except BadImage:
+            await self.nvme.read(copy, slabs)
 
     # -- background --------------------------------------------------------------------------
     async def copy_below(self, *, quiet: Callable[[], bool]) -> None:

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from plexrl_slurm.core.errors import BadImage, StorageFull
+from plexrl_slurm.clock import now_us
+from plexrl_slurm.core.errors import BadImage, BadInput, StorageFull
+from plexrl_slurm.daemons import fallback
+from plexrl_slurm.daemons.fallback import Found, Kept
 from plexrl_slurm.daemons.folders import locked, refuse_foreign
 from plexrl_slurm.daemons.host_room import HostRoom
 from plexrl_slurm.daemons.nvme_tier import NvmeTier
@@ -32,6 +35,8 @@ class Passage:
     slot: int | None
     loads: list[Path]
     saves: list[Path]
+    #: Of a switch: what there is of the incoming.
+    left: tm.ImagesLeft | None = None
 
 
 class HostTier:
@@ -61,6 +66,8 @@ class HostTier:
         #: Copies to the durable tier, by deployment.
         self._copying: dict[str, asyncio.Lock] = {}
         self._lock: int | None = None
+        #: When images were last switched in or written.
+        self._used_us: dict[tuple[str, str], int] = {}
         self._nvme = nvme
         own_snapshots = None if self._shared else self.snapshots
         self._room = (
@@ -138,16 +145,20 @@ class HostTier:
         ]
 
     # -- switches and saves ------------------------------------------------------------------
-    async def begin_switch(self, order: tm.SwitchOrder) -> Passage | None:
-        """Slots of both images; ``None`` if there is none of the incoming deployment.
+    async def begin_switch(self, order: tm.SwitchOrder) -> Passage:
+        """Slots of both images, without any if there is none of the incoming deployment.
 
         Raises ``BadImage`` and ``StorageFull``.
         """
         store = self._stores[order.wpg]
-        held = await self.fetch(order)
+        found = await self.fetch(order)
+        held = found.held
+        # Of an image that lies on several nodes none can say what there is of it.
+        left = found.left if order.image is None else None
         if held is None:
-            return None
+            return Passage(wpg=order.wpg, held=None, slot=None, loads=[], saves=[], left=left)
         store.pin(held.slot)
+        self._used_us[order.wpg, order.incoming] = now_us()
         if self._room is not None:
             self._room.wanted(order.wpg, order.incoming)
         try:
@@ -157,7 +168,12 @@ class HostTier:
             raise
         saves = store.paths(slot) if slot is not None else []
         return Passage(
-            wpg=order.wpg, held=held, slot=slot, loads=store.paths(held.slot), saves=saves
+            wpg=order.wpg,
+            held=held,
+            slot=slot,
+            loads=store.paths(held.slot),
+            saves=saves,
+            left=left,
         )
 
     async def begin_save(self, order: tm.SaveOrder) -> Passage:
@@ -186,6 +202,7 @@ class HostTier:
     ) -> None:
         store = self._stores[wpg]
         if ok:
+            self._used_us[wpg, deployment] = now_us()
             store.commit(slot, deployment=deployment, progress=progress)
         else:
             store.abandon(slot)
@@ -199,64 +216,95 @@ class HostTier:
         if self._room is not None:
             await self._room.copy_below(quiet=quiet)
 
-    async def _newest(self, wpg: str, deployment: str) -> Held | None:
-        """In memory; from NVMe if it is there only."""
+    async def _bring(self, wpg: str, deployment: str) -> Held | None:
+        """In memory; from NVMe if it is there only. Raises ``BadImage`` and ``StorageFull``."""
+        store = self._stores[wpg]
         if self._room is None:
-            return self._stores[wpg].find(deployment)
-        return await self._room.bring(wpg, deployment)
+            held = store.find(deployment)
+        else:
+            held = await self._room.bring(wpg, deployment)
+        if held is not None:
+            fallback.check_held(held, store.paths(held.slot))
+        return held
 
-    async def fetch(self, order: tm.SwitchOrder) -> Held | None:
-        """The image that a switch brings in, from the durable tier if there is no newer here.
+    def _here(self, wpg: str, deployment: str) -> tuple[int, int] | None:
+        mine = (i.progress for i in self.images() if (i.wpg, i.deployment) == (wpg, deployment))
+        return max(mine, default=None)
+
+    def _discard(self, wpg: str, deployment: str) -> None:
+        """The copy that :meth:`_bring` takes is no good."""
+        store = self._stores[wpg]
+        held, copy = store.find(deployment), None
+        if self._nvme is not None:
+            copy = self._nvme.find(wpg, deployment)
+        if held is not None and (copy is None or held.progress >= copy.progress):
+            store.forget(deployment)
+        elif self._nvme is not None:
+            self._nvme.drop(wpg, deployment)
+
+    async def fetch(self, order: tm.SwitchOrder) -> Found:
+        """The image that a switch brings in, from the durable tier if there is no newer here;
+        an older one if the newest is damaged.
 
         Raises ``BadImage`` and ``StorageFull``.
         """
-        store = self._stores[order.wpg]
-        known = max(
-            (
-                image.progress
-                for image in self.images()
-                if (image.wpg, image.deployment) == (order.wpg, order.incoming)
-            ),
-            default=None,
+        kept = None
+        if order.durable_path:
+            kept = Kept(progress=order.durable_progress, folder=Path(order.durable_path))
+        return await fallback.search(
+            here=lambda: self._here(order.wpg, order.incoming),
+            bring=lambda: self._bring(order.wpg, order.incoming),
+            discard=lambda: self._discard(order.wpg, order.incoming),
+            kept=kept,
+            load=lambda image: self._load(order.wpg, order.incoming, image),
         )
-        if not order.durable_path or (known is not None and known >= order.durable_progress):
-            return await self._newest(order.wpg, order.incoming)
-        slot = await self._begin(order.wpg, order.incoming)
+
+    async def _load(self, wpg: str, deployment: str, image: Kept) -> Held:
+        """Out of the durable tier. Raises ``BadImage`` and ``StorageFull``."""
+        await self._read_durable(wpg, deployment, image.folder)
+        held = self._stores[wpg].find(deployment)
+        assert held is not None  # for the type checker: it was just committed
+        return held
+
+    async def _read_durable(self, wpg: str, deployment: str, folder: Path, **share: int) -> None:
+        """``share``: of this node, as ``durable.read_image`` takes it."""
+        slot = await self._begin(wpg, deployment)
         try:
             try:
                 manifest = await asyncio.to_thread(
                     durable.read_image,
-                    Path(order.durable_path),
-                    store.paths(slot),
-                    swap=self._swap(order.wpg, order.incoming),
+                    folder,
+                    self._stores[wpg].paths(slot),
+                    swap=self._swap(wpg, deployment),
+                    **share,
                 )
             except StorageFull:
                 raise
             except OSError as error:
                 why = f"cannot be read ({error.strerror})"
-                raise BadImage(order.durable_path, why) from error
-            if manifest.deployment != order.incoming:
-                raise BadImage(order.durable_path, f"is of deployment {manifest.deployment}")
+                raise BadImage(str(folder), why) from error
+            if manifest.deployment != deployment:
+                raise BadImage(str(folder), f"is of deployment {manifest.deployment}")
         except BaseException:
-            self._finish(order.wpg, slot, order.incoming, (0, 0), ok=False)
+            self._finish(wpg, slot, deployment, (0, 0), ok=False)
             raise
-        self._finish(order.wpg, slot, order.incoming, manifest.progress, ok=True)
-        return store.find(order.incoming)
+        self._finish(wpg, slot, deployment, manifest.progress, ok=True)
 
-    async def persist(self, order: tm.PersistOrder) -> Held:
+    async def persist(self, order: tm.PersistOrder) -> Found:
         """Copy the newest image to the durable tier; older ones than the daemon knows of go.
 
-        Raises ``BadImage`` and ``StorageFull``.
+        Without an image that is whole there is none. Raises ``BadImage`` and ``StorageFull``.
         """
         # An earlier daemon's order may still be under way.
         async with self._copying.setdefault(order.deployment, asyncio.Lock()):
             return await self._persist(order)
 
-    async def _persist(self, order: tm.PersistOrder) -> Held:
+    async def _persist(self, order: tm.PersistOrder) -> Found:
         store = self._stores[order.wpg]
-        held = await self._newest(order.wpg, order.deployment)
+        found = await self._whole(order)
+        held = found.held
         if held is None:
-            raise BadImage(order.deployment, "has no complete image on this node")
+            return found
         root = Path(order.folder)
         folder = durable.folder_of(root, order.deployment, held.progress)
         store.pin(held.slot)
@@ -272,7 +320,72 @@ class HostTier:
                 await asyncio.to_thread(durable.keep_newest, root, order.deployment, order.known)
         finally:
             store.unpin(held.slot)
-        return held
+        return found
+
+    async def _whole(self, order: tm.PersistOrder) -> Found:
+        """The newest image on the node that is whole."""
+        damaged: list[str] = []
+        while True:
+            try:
+                held = await self._bring(order.wpg, order.deployment)
+            except BadImage as problem:
+                self._discard(order.wpg, order.deployment)
+                damaged.append(str(problem))
+            else:
+                return Found(held=held, durable=order.known, damaged=damaged)
+
+    async def evict(self, order: tm.EvictOrder) -> int:
+        """Give back the memory of an image; how many bytes. Raises ``BadInput``."""
+        store = self._stores.get(order.wpg)
+        if store is None:
+            raise BadInput(f"WPG {order.wpg} has no images on this node")
+        if order.to == "nvme":
+            if self._room is None:
+                raise BadInput("its node has no nvme_dir: evict it to the durable tier")
+            return await self._room.push(order.wpg, order.deployment)
+        held, freed = store.find(order.deployment), 0
+        copy = self._nvme.find(order.wpg, order.deployment) if self._nvme is not None else None
+        newest = max((each.progress for each in (held, copy) if each is not None), default=None)
+        if newest is None or order.durable is None or newest > order.durable:
+            raise BadInput("no durable image is as new as what the node has: try again")
+        if held is not None:
+            if store.is_pinned(held.slot):
+                raise BadInput("it is being read just now: try again")
+            store.release(order.deployment)
+            freed = held.bytes
+        if copy is not None and self._nvme is not None:
+            self._nvme.drop(order.wpg, order.deployment)
+            freed += copy.bytes
+        return freed
+
+    def stock(self) -> tm.Stock:
+        """What lies where."""
+        found = [
+            tm.StockImage(
+                wpg=wpg,
+                deployment=held.deployment,
+                tier="host",
+                progress=held.progress,
+                bytes=held.bytes,
+                last_use_us=self._used_us.get((wpg, held.deployment), 0),
+            )
+            for wpg, store in self.all_stores().items()
+            for held in store.held()
+        ]
+        if self._nvme is None:
+            return tm.Stock(images=found)
+        found += [
+            tm.StockImage(
+                wpg=copy.wpg,
+                deployment=copy.deployment,
+                tier="nvme",
+                progress=copy.progress,
+                bytes=copy.bytes,
+                last_use_us=self._used_us.get((copy.wpg, copy.deployment), 0),
+            )
+            for copy in self._nvme.copies()
+        ]
+        return tm.Stock(images=found, nvme_used=self._nvme.used, nvme_limit=self._nvme.limit)
 
     def _swap(self, wpg: str, deployment: str) -> Path | None:
         return self._nvme.swap_folder(wpg, deployment) if self._nvme is not None else None
@@ -323,10 +436,12 @@ class HostTier:
     def drop_again(self, *, quiet: bool) -> None:
         """What was under way when it was dropped may have been written since; ``quiet``: nothing
         is under way now."""
-        for deployment in {image.deployment for image in self.images()} & self._dropped:
-            self._drop_image(deployment)
         if self._nvme is not None:
             self._nvme.sweep_swap()
+        if not self._dropped:
+            return
+        for deployment in {image.deployment for image in self.images()} & self._dropped:
+            self._drop_image(deployment)
         if quiet and not self._publishing:
             self._dropped.clear()
 
@@ -338,6 +453,7 @@ class HostTier:
 
     def _drop_image(self, deployment: str) -> None:
         for wpg, store in self._stores.items():
+            self._used_us.pop((wpg, deployment), None)
             store.drop(deployment)
             if self._nvme is not None:
                 self._nvme.drop(wpg, deployment)
@@ -347,4 +463,6 @@ class HostTier:
         path = self.snapshot(snapshot)
         path.unlink(missing_ok=True)
         part_name(path, self.writer).unlink(missing_ok=True)
+        for part in path.parent.glob(f".{path.name}.{self.writer}.*.part"):
+            part.unlink(missing_ok=True)
         contents.forget(self.snapshots)

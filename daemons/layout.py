@@ -1,5 +1,6 @@
 """Which WPGs a hold has, on which of its nodes, and what each is told to run."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -7,10 +8,17 @@ from typing import Any
 from plexrl_slurm.core.ids import WpgId
 from plexrl_slurm.core.messages import Pool, Wpg
 from plexrl_slurm.settings import Settings, WpgSettings
+from plexrl_slurm.slurm_settings import Shape, in_turn, window
 from plexrl_slurm.transport import messages as tm
 
-#: The node of a hold without Slurm.
+#: The node of a hold without Slurm, and the first of its nodes if a WPG lies on several.
 LOCALHOST = "localhost"
+
+
+def local_nodes(settings: Settings) -> list[str]:
+    """What counts as the nodes of a hold without Slurm: one agent each, all on this machine."""
+    most = max((table.nodes for table in settings.wpgs), default=1)
+    return [LOCALHOST, *(f"{LOCALHOST}-{number}" for number in range(2, most + 1))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +36,12 @@ class WpgSlot:
         """Where it works."""
         return Pool(self.table.pool)
 
+    @property
+    def shape(self) -> Shape:
+        """What it needs."""
+        table = self.table
+        return Shape(pool=table.pool, gpus=table.gpus_per_node, nodes=table.nodes)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
@@ -38,23 +52,60 @@ class Place:
     node: str
 
 
+def in_order(places: Iterable[Place]) -> list[Place]:
+    """By component, then as people count: ``n2`` before ``n10``."""
+    return sorted(places, key=lambda place: (place.component, _counted(place.node), place.node))
+
+
+def _counted(node: str) -> list[int]:
+    return [int(digits) for digits in re.findall("[0-9]+", node)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """The share of a WPG that one node has."""
+
+    place: Place
+    #: GPUs of the node, counted from 0.
+    devices: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldWpg:
     """A WPG of a hold that has its nodes."""
 
     wpg: Wpg
     slot: WpgSlot
-    place: Place
-    #: GPUs of the node, counted from 0.
-    devices: tuple[int, ...]
+    #: One for each of its nodes, in the order of its ranks.
+    seats: tuple[Seat, ...]
 
     @property
     def id(self) -> WpgId:
         """Its name, in the whole partition."""
         return self.wpg.id
 
-    def config(self) -> tm.WpgConfig:
-        """What its agent is told."""
+    @property
+    def place(self) -> Place:
+        """Where its first rank is."""
+        return self.seats[0].place
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """All its nodes."""
+        return tuple(seat.place for seat in self.seats)
+
+    @property
+    def nodes(self) -> str:
+        """Their names, for the database and for people."""
+        return ",".join(place.node for place in self.places)
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Of its first node."""
+        return self.seats[0].devices
+
+    def config(self, number: int = 0) -> tm.WpgConfig:
+        """What the agent of one of its nodes is told."""
         table, index = self.slot.table, self.slot.index
         cores: tuple[int, ...] = table.cores[index] if index < len(table.cores) else ()
         options: dict[str, Any] = dict(table.options)
@@ -65,7 +116,9 @@ class HeldWpg:
             gpus=table.gpus,
             options=options,
             cores=list(cores),
-            devices=list(self.devices),
+            devices=list(self.seats[number].devices),
+            nodes=len(self.seats),
+            number=number,
         )
 
 
@@ -94,34 +147,42 @@ class Room:
 def lay_out(
     slots: Sequence[WpgSlot], rooms: Sequence[Room], *, taken: Iterable[str]
 ) -> tuple[HeldWpg, ...]:
-    """Put the slots into rooms, largest first into the first with room; give each a free name.
+    """Put the slots into rooms, those of most nodes and then the largest first, each into the
+    first ones with room; give each a free name.
 
     What does not fit (the hold came with fewer nodes than it should have) is left out. A name is
     the slot's own if nobody has it, else the lowest free number of its pool.
     """
     used, names = dict.fromkeys(rooms, 0), set(taken)
     found: dict[str, HeldWpg] = {}
-    for slot in sorted(slots, key=lambda slot: -slot.table.gpus):
-        gpus = slot.table.gpus
-        home = next(
-            (
-                room
-                for room in rooms
-                if room.pool in (None, slot.pool) and used[room] + gpus <= room.gpus
-            ),
-            None,
+    for slot in _in_turn(slots):
+        fitting = [room for room in rooms if room.pool in (None, slot.pool)]
+        home = window(
+            [room.place.component for room in fitting],
+            [room.gpus - used[room] for room in fitting],
+            slot.table.nodes,
+            slot.table.gpus_per_node,
         )
         if home is None:
             continue
-        devices = tuple(range(used[home], used[home] + gpus))
-        used[home] += gpus
+        seats = tuple(_seat(slot, fitting[at], used) for at in home)
         found[slot.name] = HeldWpg(
-            wpg=Wpg(id=_name(slot, names), pool=slot.pool, gpus=gpus),
+            wpg=Wpg(id=_name(slot, names), pool=slot.pool, gpus=slot.table.gpus),
             slot=slot,
-            place=home.place,
-            devices=devices if home.pool is not None else (),
+            seats=seats,
         )
     return tuple(found[slot.name] for slot in slots if slot.name in found)
+
+
+def _in_turn(slots: Sequence[WpgSlot]) -> list[WpgSlot]:
+    return [slots[at] for at in in_turn([slot.shape for slot in slots])]
+
+
+def _seat(slot: WpgSlot, room: Room, used: dict[Room, int]) -> Seat:
+    first = used.get(room, 0)
+    used[room] = first + slot.table.gpus_per_node
+    devices = tuple(range(first, used[room])) if room.pool is not None else ()
+    return Seat(place=room.place, devices=devices)
 
 
 def _name(slot: WpgSlot, taken: set[str]) -> WpgId:
@@ -140,40 +201,37 @@ class Found:
     name: str
     slot: str
     component: int
+    #: Several are separated by commas.
     node: str
+
+    @property
+    def nodes(self) -> list[str]:
+        """In the order of its ranks."""
+        return self.node.split(",")
 
 
 def find_again(
     slots: Sequence[WpgSlot],
-    hold: str,
     rows: Sequence[Found],
     rooms: Mapping[tuple[int, str], Room],
 ) -> tuple[HeldWpg, ...]:
     """The layout that was made before; rows whose slot or node is gone are left out."""
     by_name = {slot.name: slot for slot in slots}
-    used: dict[tuple[int, str], int] = {}
+    known = [row for row in rows if row.slot in by_name]
+    used: dict[Room, int] = {}
     found = []
     # The order in which the devices were given out.
-    for row in sorted(rows, key=lambda row: -_gpus(by_name, row)):
-        slot = by_name.get(row.slot)
-        place = Place(hold=hold, component=row.component, node=row.node)
-        room = rooms.get((row.component, row.node))
-        if slot is None or room is None:
+    for at in in_turn([by_name[row.slot].shape for row in known]):
+        row, slot = known[at], by_name[known[at].slot]
+        homes = [rooms.get((row.component, node)) for node in row.nodes]
+        there = [room for room in homes if room is not None]
+        if len(there) < len(homes) or len(there) != slot.table.nodes:
             continue
-        first = used.get((row.component, row.node), 0)
-        used[row.component, row.node] = first + slot.table.gpus
-        devices = tuple(range(first, first + slot.table.gpus))
         found.append(
             HeldWpg(
                 wpg=Wpg(id=WpgId(row.name), pool=slot.pool, gpus=slot.table.gpus),
                 slot=slot,
-                place=place,
-                devices=devices if room.pool is not None else (),
+                seats=tuple(_seat(slot, room, used) for room in there),
             )
         )
     return tuple(found)
-
-
-def _gpus(slots: Mapping[str, WpgSlot], row: Found) -> int:
-    slot = slots.get(row.slot)
-    return slot.table.gpus if slot is not None else 0

@@ -145,7 +145,7 @@ class NvmeTier:
         gone = self._gone()
         try:
             copy.folder.rename(gone)
-        except FileNotFoundError:
+        except OSError:  # gone, or the disk is broken: it is forgotten all the same
             return
         self._sweeper.submit(shutil.rmtree, gone, ignore_errors=True)
 

@@ -26,14 +26,15 @@ from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.costs import SwitchCosts
 from plexrl_slurm.core.errors import Denied, PlexError, StorageFull
 from plexrl_slurm.core.policy import find_policy
-from plexrl_slurm.core.scheduler import SchedulerCore
 from plexrl_slurm.core.states import JobState
 from plexrl_slurm.daemons.accounting import Accounting
 from plexrl_slurm.daemons.agents import AgentHub
+from plexrl_slurm.daemons.damaged_images import DamagedImages
 from plexrl_slurm.daemons.hold_hygiene import refuse_others
 from plexrl_slurm.daemons.holds import HoldKeeper
 from plexrl_slurm.daemons.intake import Intake
 from plexrl_slurm.daemons.moves import Mover
+from plexrl_slurm.daemons.node_addresses import NodeAddresses
 from plexrl_slurm.daemons.placement import Placer
 from plexrl_slurm.daemons.recovery import Recovery
 from plexrl_slurm.daemons.service_base import Parts
@@ -48,6 +49,7 @@ from plexrl_slurm.db import schema
 from plexrl_slurm.db.engine import open_database
 from plexrl_slurm.db.holds import newest_epoch
 from plexrl_slurm.db.store import Store
+from plexrl_slurm.journal import JournalledCore
 from plexrl_slurm.logs import say
 from plexrl_slurm.memory.files import storage_errors
 from plexrl_slurm.settings import Settings
@@ -138,12 +140,14 @@ class Daemon:
         endpoint = server.start(config.hold.agent_address)
         port = make_port(config)
         books = Accounting(writer, spool)
-        core = SchedulerCore(
+        core = JournalledCore(
             find_policy(config.policy),
-            costs=SwitchCosts(),
+            path=config.state_dir / "journal" / f"{epoch}.jsonl",
+            prior=SwitchCosts(),
             hold_us=config.hold_us,
             image_every=config.image_every,
-            durable_every=config.hold.durable_every if config.backend == "slurm" else None,
+            durable_every=config.hold.durable_every if config.durable else None,
+            spare_images=True,
         )
         shell = Shell(core, spool=spool, books=books, max_part_tokens=config.max_part_tokens)
         poll_us = config.slurm.poll_us if config.slurm is not None else LOCAL_POLL_US
@@ -173,7 +177,9 @@ class Daemon:
             recover=recovery.hello,
             persisted=service.image_persisted,
             after_commit=writer.after_commit,
+            address_of=NodeAddresses(port, backend=config.backend),
         )
+        hub.on_left = DamagedImages(parts).met
         parts.hub = shell.orders = hub
         mover = Mover(parts, service, recovery)
         shell.on_drained = mover.wpg_drained

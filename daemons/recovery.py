@@ -12,11 +12,13 @@ from plexrl_slurm import wire
 from plexrl_slurm.core.ids import CallId, DeploymentId, JobId, WpgId
 from plexrl_slurm.core.messages import Call, FunctionKind, Pool
 from plexrl_slurm.daemons import shared_tier
+from plexrl_slurm.daemons.damaged_images import on_disk
 from plexrl_slurm.daemons.job_views import live_job
+from plexrl_slurm.daemons.orders import Durable
 from plexrl_slurm.daemons.service_base import Parts
 from plexrl_slurm.daemons.service_jobs import PartitionService
 from plexrl_slurm.daemons.service_training import training_deployment
-from plexrl_slurm.daemons.shell import Durable, Entry
+from plexrl_slurm.daemons.shell import Entry
 from plexrl_slurm.daemons.state import (
     LiveDeployment,
     LiveJob,
@@ -216,6 +218,7 @@ class Recovery:
             if done.what == "run":
                 await self._late(done)
         images = {image.deployment: image.progress for image in hello.images}
+        await self._look_at_durable(wpgs)
         for live in state.deployments.values():
             if live.dropped or live.wpg not in wpgs:
                 continue
@@ -231,6 +234,18 @@ class Recovery:
             [live.id for live in state.deployments.values() if not live.dropped],
             [snapshot.id for snapshot in state.snapshots.values() if not snapshot.dropped],
         )
+
+    async def _look_at_durable(self, wpgs: Collection[WpgId]) -> None:
+        """An agent may have set durable images aside whose report was lost."""
+        shell = self._parts.shell
+        living = self._parts.state.deployments.values()
+        here = [live.id for live in living if live.wpg in wpgs and not live.dropped]
+        known = [(name, shell.durable[name]) for name in here if name in shell.durable]
+        for name, found in (await asyncio.to_thread(on_disk, known)).items():
+            if found is not None:
+                shell.durable[name] = found
+            else:
+                shell.durable.pop(name, None)
 
     def place_lost(self, wpg: WpgId) -> None:
         """Tell the core of what lives on a WPG that no agent will speak for: it is gone."""

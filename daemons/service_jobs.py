@@ -14,8 +14,8 @@ from plexrl_slurm.core.errors import BadInput, Denied, NotFound, SlurmRejected
 from plexrl_slurm.core.ids import CallId, JobId, SlurmId, WpgId
 from plexrl_slurm.core.messages import FunctionKind
 from plexrl_slurm.core.states import ENDED, JobState
+from plexrl_slurm.daemons.evictions import EvictCalls
 from plexrl_slurm.daemons.job_views import call_kinds, job_views
-from plexrl_slurm.daemons.service_state import StateCalls
 from plexrl_slurm.daemons.service_submission import hashed
 from plexrl_slurm.daemons.shell import Entry
 from plexrl_slurm.daemons.state import LiveJob, LiveSession
@@ -27,7 +27,7 @@ from plexrl_slurm.logs import say
 log = logging.getLogger(__name__)
 
 
-class PartitionService(StateCalls):
+class PartitionService(EvictCalls):
     """The whole service."""
 
     # -- who ---------------------------------------------------------------------------------
@@ -260,7 +260,13 @@ class PartitionService(StateCalls):
                 {"at_us": line.at_us, "kind": line.kind, "text": line.text} for line in story
             ],
             "deployments": [
-                {"id": live.id, "model": live.model, "wpg": live.wpg, "calls": len(live.calls)}
+                {
+                    "id": live.id,
+                    "model": live.model,
+                    "wpg": live.wpg,
+                    "calls": len(live.calls),
+                    "images": self.image_story(live.id),
+                }
                 for live in self.state.deployments.values()
                 if live.job == job_id
             ],

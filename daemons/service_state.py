@@ -16,9 +16,10 @@ from plexrl_slurm.daemons.state import LiveDeployment, LiveSnapshot
 from plexrl_slurm.db import deployments, state_views
 from plexrl_slurm.db.models import CheckpointKind, CheckpointRow, ImageRow
 from plexrl_slurm.memory import durable, saved
+from plexrl_slurm.transport import messages as tm
 
 #: Only these are the daemon's to tell of; copies in other tiers are rows of images.
-_DEVICE, _HOST, _DURABLE = "device", "host", "durable"
+_DEVICE, _HOST, _NVME, _DURABLE = "device", "host", "nvme", "durable"
 
 
 class StateCalls(SubmissionCalls):
@@ -126,6 +127,21 @@ class StateCalls(SubmissionCalls):
                 return row
         raise NotFound("checkpoint", uri)
 
+    def image_story(self, deployment: str) -> list[dict[str, Any]]:
+        """Which tiers an image went through."""
+        hub = self._parts.hub
+        return list(hub.stories.of(deployment)) if hub is not None else []
+
+    def _stocks(self) -> dict[str, tm.Stock]:
+        """What each node said of its tiers."""
+        hub = self._parts.hub
+        agents = hub.agents.values() if hub is not None else ()
+        return {
+            each.place.node: each.stock
+            for each in agents
+            if each.stock is not None and not each.refused
+        }
+
     # -- images ------------------------------------------------------------------------------
     async def _images(self, job: JobId | None) -> list[dict[str, Any]]:
         """Images of living deployments and snapshots, of one job or of all."""
@@ -175,11 +191,20 @@ class StateCalls(SubmissionCalls):
         tiers: list[dict[str, Any]] = []
         if f"{live.wpg} {live.id}" in resident:
             tiers.append(_tier(_DEVICE, None, model.train_bytes if model is not None else 0))
-        tiers += [
-            _tier(row.tier, (row.seq, row.part), row.bytes)
-            for row in copies
-            if row.tier != _DURABLE
-        ]
+        held = self.placer.wpgs.get(live.wpg)
+        stock = self._stocks().get(held.place.node) if held is not None else None
+        if stock is None:
+            tiers += [
+                _tier(row.tier, (row.seq, row.part), row.bytes)
+                for row in copies
+                if row.tier != _DURABLE
+            ]
+        else:
+            tiers += [
+                _tier(each.tier, each.progress, each.bytes) | {"last_used_us": each.last_use_us}
+                for each in stock.images
+                if (each.wpg, each.deployment) == (live.wpg, live.id)
+            ]
         kept = self.shell.durable.get(live.id)
         if kept is not None:
             tiers.append(_tier(_DURABLE, kept.progress, durable_sizes.get(live.id, 0)))
@@ -251,6 +276,9 @@ class StateCalls(SubmissionCalls):
             (_DEVICE, str(name)): each.slot.table.options.get("device_bytes")
             for name, each in held.items()
         }
+        for node, stock in self._stocks().items():
+            if stock.nvme_limit is not None:
+                used[_NVME, node], limits[_NVME, node] = stock.nvme_used, stock.nvme_limit
         return [
             {
                 "tier": tier,

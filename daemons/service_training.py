@@ -21,9 +21,10 @@ from plexrl_slurm.core.errors import BadInput, ModelTooLarge, NotFound, UnknownM
 from plexrl_slurm.core.ids import CallId, DeploymentId
 from plexrl_slurm.core.messages import Call, Deployment, FunctionKind, Pool
 from plexrl_slurm.daemons import shared_tier
+from plexrl_slurm.daemons.orders import Durable
 from plexrl_slurm.daemons.parts import cuts, tokens_of
 from plexrl_slurm.daemons.service_base import ServiceBase, file_name
-from plexrl_slurm.daemons.shell import Durable, Entry
+from plexrl_slurm.daemons.shell import Entry
 from plexrl_slurm.daemons.state import LiveDeployment, LiveJob, LiveSnapshot, Sampler
 from plexrl_slurm.db import calls, checkpoints, deployments, snapshots
 from plexrl_slurm.db.models import CheckpointKind, CheckpointRow
@@ -236,7 +237,7 @@ class TrainingCalls(ServiceBase):
         if known is not None and known >= done.progress:
             return
         folder = durable.folder_of(self.settings.durable_dir, name, done.progress)
-        self.shell.durable[name] = Durable(progress=done.progress, path=str(folder))
+        self.shell.durable[name] = Durable(progress=done.progress, path=str(folder), spare=known)
         self.books.persisted(name, done.progress, str(folder))
 
     # -- calls -------------------------------------------------------------------------------

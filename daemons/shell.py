@@ -31,6 +31,7 @@ from plexrl_slurm.core.messages import (
     Finish,
     Forget,
     FunctionKind,
+    ImagesLeft,
     Persist,
     Persisted,
     Run,
@@ -43,6 +44,7 @@ from plexrl_slurm.core.messages import (
     WpgDown,
 )
 from plexrl_slurm.core.scheduler import SchedulerCore
+from plexrl_slurm.daemons.orders import Durable, Orders, Weights
 from plexrl_slurm.daemons.parts import cut, join
 from plexrl_slurm.daemons.spool import Spool
 from plexrl_slurm.logs import say
@@ -84,33 +86,6 @@ class Entry:
         self.outcome = outcome
         self.ended_us = now_us()
         self.ended.set()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Weights:
-    """Where a snapshot's weights are."""
-
-    model: str
-    #: "" for the agent's host tier.
-    path: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Durable:
-    """Newest image of a training deployment in the durable tier."""
-
-    progress: tuple[int, int]
-    path: str
-
-
-class Orders(Protocol):
-    """The way to the agents; implemented by ``agents.AgentHub``."""
-
-    def switch(self, step: Switch, weights: Weights | None, durable: Durable | None) -> None: ...
-    def persist(self, step: Persist, known: Durable | None) -> None: ...
-    def save(self, step: SaveImage) -> None: ...
-    def run(self, step: Run, call: Call, body: bytes, publish: str) -> None: ...
-    def abort(self, wpg: WpgId, call: CallId) -> None: ...
 
 
 class Books(Protocol):
@@ -185,6 +160,7 @@ class Shell:
                 image=image,
                 applied=applied,
                 durable=self.durable_progress(deployment.id),
+                spare=self._spare(deployment.id),
             )
         )
         for call in done:
@@ -204,11 +180,28 @@ class Shell:
         found = self.durable.get(deployment)
         return found.progress if found is not None else None
 
-    def persisted(self, deployment: DeploymentId, progress: tuple[int, int], *, ok: bool) -> None:
+    def _spare(self, deployment: DeploymentId) -> tuple[int, int] | None:
+        found = self.durable.get(deployment)
+        return found.spare if found is not None else None
+
+    def persisted(
+        self,
+        deployment: DeploymentId,
+        progress: tuple[int, int],
+        *,
+        ok: bool,
+        left: ImagesLeft | None = None,
+    ) -> None:
         """A persist ended; if ``ok``, that is written down."""
-        cause = CauseId(f"image of {deployment}")
         self.feed(
-            Persisted(at_us=now_us(), cause=cause, deployment=deployment, progress=progress, ok=ok)
+            Persisted(
+                at_us=now_us(),
+                cause=CauseId(f"image of {deployment}"),
+                deployment=deployment,
+                progress=progress,
+                ok=ok,
+                left=left,
+            )
         )
 
     def persist_later(self, step: Persist) -> None:
@@ -279,7 +272,15 @@ class Shell:
             except StorageFull as problem:
                 say(log, "part_not_kept", call=call, part=part, reason=problem)
 
-    def switch_ended(self, wpg: WpgId, *, ok: bool, moved_bytes: int, error: str = "") -> None:
+    def switch_ended(
+        self,
+        wpg: WpgId,
+        *,
+        ok: bool,
+        moved_bytes: int,
+        error: str = "",
+        left: ImagesLeft | None = None,
+    ) -> None:
         """An agent says that a switch or a save ended."""
         step = self._moving.get(wpg)
         if ok:
@@ -290,7 +291,13 @@ class Shell:
             self._books.image(wpg, step.outgoing, step.outgoing_progress, moved_bytes)
         cause = step.cause if step is not None else CauseId(f"agent of {wpg}")
         event = SwitchEnded(
-            at_us=now_us(), cause=cause, wpg=wpg, ok=ok, moved_bytes=moved_bytes, error=error
+            at_us=now_us(),
+            cause=cause,
+            wpg=wpg,
+            ok=ok,
+            moved_bytes=moved_bytes,
+            error=error,
+            left=left,
         )
         if ok:
             self.feed(event)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, insert, select, update
+from sqlalchemy import ColumnElement, Select, insert, select, tuple_, update
 from sqlalchemy.orm import Session
 
 from plexrl_slurm.core.errors import NotFound
@@ -163,6 +163,35 @@ def persisted(
     seq, part = progress
     _change(session, deployment_id, durable_seq=seq, durable_part=part, durable_path=path)
     return True
+
+
+def fell_back(
+    session: Session,
+    deployment_id: DeploymentId,
+    *,
+    image: tuple[int, int] | None,
+    durable: tuple[int, int] | None,
+    path: str,
+    now_us: int,
+) -> None:
+    """Newer images are damaged: these are the newest of all, and the durable one at ``path``."""
+    seq, part = image if image is not None else (None, None)
+    durable_seq, durable_part = durable if durable is not None else (None, None)
+    _change(
+        session,
+        deployment_id,
+        image_seq=seq,
+        image_part=part,
+        durable_seq=durable_seq,
+        durable_part=durable_part,
+        durable_path=path if durable is not None else "",
+    )
+    newer = update(IMAGES).where(
+        IMAGES.c.deployment_id == deployment_id, IMAGES.c.dropped_us.is_(None)
+    )
+    if image is not None:
+        newer = newer.where(tuple_(IMAGES.c.seq, IMAGES.c.part) > image)
+    session.execute(newer.values(dropped_us=now_us))
 
 
 def drop_deployment(session: Session, deployment_id: DeploymentId, *, now_us: int) -> bool:

@@ -17,13 +17,13 @@ from plexrl_slurm.core.errors import BadInput
 
 #: What an engine can hold on its devices.
 DTYPES: Final = ("float32", "bfloat16")
-_DTYPE_OF_HEADER: Final[Mapping[str, str]] = {
+DTYPE_OF_HEADER: Final[Mapping[str, str]] = {
     "F32": "float32",
     "BF16": "bfloat16",
     "F16": "float16",
 }
 #: Fields of ``config.json`` that neither shape a tensor nor change what is computed with it.
-_IRRELEVANT: Final = frozenset(
+IRRELEVANT: Final = frozenset(
     {
         "_name_or_path",
         "bos_token_id",
@@ -36,6 +36,8 @@ _IRRELEVANT: Final = frozenset(
     }
 )
 _TOKENIZERS: Final = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
+#: vLLM rounds the rows of an embedding up to a multiple of this.
+_VOCABULARY_PADDING: Final = 64
 #: A safetensors header is never longer; the format's own limit.
 _LONGEST_HEADER: Final = 100_000_000
 
@@ -58,8 +60,8 @@ def read_model_folder(folder: Path, *, dtype: str | None = None) -> ModelFolder:
     """The facts of ``folder``; ``dtype`` overrides what it says of itself."""
     if not folder.is_dir():
         raise BadInput(f"there is no folder {folder}: correct the path, or put the model there")
-    config = _config(folder)
-    tensors = dict(_tensors(folder))
+    config = config_of(folder)
+    tensors = dict(tensors_of(folder))
     if not any(all((folder / name).is_file() for name in names) for names in _TOKENIZERS):
         raise BadInput(
             f"{folder} has no tokenizer (tokenizer.json, or vocab.json and merges.txt): "
@@ -73,7 +75,7 @@ def read_model_folder(folder: Path, *, dtype: str | None = None) -> ModelFolder:
             f"{folder} is {chosen}, and engines hold {' or '.join(DTYPES)}: "
             f'write dtype = "bfloat16" or dtype = "float32" for this model'
         )
-    shaping = {key: value for key, value in config.items() if key not in _IRRELEVANT}
+    shaping = {key: value for key, value in config.items() if key not in IRRELEVANT}
     text = json.dumps([shaping, chosen], sort_keys=True)
     return ModelFolder(
         vocab_size=vocab_size,
@@ -84,7 +86,33 @@ def read_model_folder(folder: Path, *, dtype: str | None = None) -> ModelFolder:
     )
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def tensor_parallel_problem(folder: Path, gpus: int) -> str | None:
+    """Why vLLM cannot deal this model's tensors to ``gpus`` workers; ``None`` if it can."""
+    config = config_of(folder)
+    heads = config.get("num_attention_heads")
+    shared = config.get("num_key_value_heads") or heads
+    for value, what in (
+        (heads, "attention heads (num_attention_heads)"),
+        (config.get("intermediate_size"), "columns in its MLP (intermediate_size)"),
+        (config.get("moe_intermediate_size"), "columns in an expert (moe_intermediate_size)"),
+    ):
+        if type(value) is int and value % gpus:
+            return f"it has {value} {what}, which {gpus} does not divide"
+    # Fewer of them than workers are repeated.
+    if type(shared) is int and shared % gpus and gpus % shared:
+        return (
+            f"it has {shared} key-value heads (num_key_value_heads), which {gpus} neither divides "
+            f"nor is a multiple of"
+        )
+    vocabulary = config.get("vocab_size")
+    rows = -(-vocabulary // _VOCABULARY_PADDING) * _VOCABULARY_PADDING if vocabulary else 0
+    if rows % gpus:
+        return f"vLLM pads its vocabulary to {rows} rows, which {gpus} does not divide"
+    return None
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """Its ``config.json``, of a multimodal model with the fields of its text model."""
     path = folder / "config.json"
     try:
         config = json.loads(path.read_bytes())
@@ -112,7 +140,8 @@ def _positive(config: Mapping[str, Any], key: str, folder: Path) -> int:
     )
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """Where its tensors are."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
@@ -131,9 +160,11 @@ def _weight_files(folder: Path) -> list[Path]:
     )
 
 
-def _tensors(folder: Path) -> Iterable[tuple[str, tuple[str, tuple[int, ...]]]]:
-    """``name, (dtype, shape)`` of every tensor."""
-    for path in _weight_files(folder):
+def tensors_of(
+    folder: Path, *, only: str = ""
+) -> Iterable[tuple[str, tuple[str, tuple[int, ...]]]]:
+    """``name, (dtype, shape)`` of every tensor, or of those in the file ``only``."""
+    for path in [folder / only] if only else weight_files(folder):
         try:
             header = _header(path)
             end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
@@ -175,7 +206,7 @@ def _common_dtype(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:
     for dtype, shape in tensors.values():
         counts[dtype] += math.prod(shape)
     common = counts.most_common(1)[0][0] if counts else "empty"
-    return _DTYPE_OF_HEADER.get(common, common)
+    return DTYPE_OF_HEADER.get(common, common)
 
 
 def _count(tensors: Mapping[str, tuple[str, tuple[int, ...]]], *, tied: bool) -> int:

@@ -12,18 +12,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from plexrl_slurm.budgets import check_budgets, check_host, check_nvme, not_writable, on_gangs
 from plexrl_slurm.core import zero
 from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import BadConfig, BadInput
-from plexrl_slurm.filesystems import network_kind
-from plexrl_slurm.model_folder import DTYPES, read_model_folder
-from plexrl_slurm.slurm_settings import HoldSettings, check_shapes, read_hold
+from plexrl_slurm.model_folder import DTYPES, read_model_folder, tensor_parallel_problem
+from plexrl_slurm.slurm_settings import HoldSettings, Shape, check_shapes, read_hold
 from plexrl_slurm.tomlcheck import (
     Report,
     Table,
     array,
     as_bytes,
     as_count,
+    as_count_or_none,
     as_name,
     as_switch,
     as_text,
@@ -64,6 +65,7 @@ ENGINE_OPTIONS: Final[Mapping[str, Mapping[str, Callable[[object], object]]]] = 
         "prefix_caching": as_switch,
         "block_size": as_count,
         "max_slots": as_count,
+        "max_asleep": as_count_or_none,
         "model": as_name,
         "start_timeout_s": as_count,
         "answer_timeout_s": as_count,
@@ -81,17 +83,25 @@ class WpgSettings:
     pool: str
     #: ``deepspeed``, ``vllm``, ``fake_train`` or ``fake_sample``.
     engine: str
-    #: GPUs of each; on a CPU-only machine, what counts as so many.
+    #: GPUs of each, on all its nodes; on a CPU-only machine, what counts as so many.
     gpus: int = 1
+    #: Nodes of one component that each lies on, with an equal share of its GPUs on each.
+    nodes: int = 1
     count: int = 1
-    #: CPU cores for each WPG in turn: ``[[0], [1]]``; empty: anywhere.
+    #: CPU cores (of each of its nodes) for each WPG in turn: ``[[0], [1]]``; empty: anywhere.
     cores: tuple[tuple[int, ...], ...] = ()
     #: Engine options: deepspeed ``zero_stage`` (1, 2 or 3), ``offload_optimizer`` and
     #: ``offload_param`` (``none``, ``cpu``; the first also ``nvme``),
     #: ``decay_vectors``, ``max_tokens_per_microbatch``; vllm ``kv_cache_bytes``, ``max_num_seqs``,
-    #: ``prefix_caching``, ``block_size``; every engine
+    #: ``prefix_caching``, ``block_size``, ``max_slots`` and ``max_asleep`` (engines awake and
+    #: asleep, one per architecture); every engine
     #: ``device_bytes``: what residents may take on all GPUs of a WPG together.
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def gpus_per_node(self) -> int:
+        """On each of its nodes."""
+        return self.gpus // self.nodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,8 +125,8 @@ class Settings:
     #: TCP address of the API, for controllers.
     listen_host: str = "127.0.0.1"
     listen_port: int = 8421
-    #: ``hrrs``, ``fifo``, ``drain_first`` or ``round_robin``.
-    policy: str = "hrrs"
+    #: A name of ``core.policy.POLICIES``.
+    policy: str = "atc_h"
     #: Longest anticipatory hold.
     hold_us: int = 2_000_000
     #: Optimizer steps between two host images of a deployment that is never switched out.
@@ -154,6 +164,11 @@ class Settings:
     def jobs_dir(self) -> Path:
         """Where the local Slurm adapter keeps its jobs."""
         return self.state_dir / "local"
+
+    @property
+    def durable(self) -> bool:
+        """Whether images of training deployments are copied to the durable tier."""
+        return self.backend == "slurm" or self.hold.durable
 
     @property
     def durable_dir(self) -> Path:
@@ -209,17 +224,25 @@ def check(path: Path) -> Findings:
         for index, table in enumerate(wpg_tables)
         if (wpg := _wpg(report, f"wpg[{index}]", table)) is not None
     )
+    gangs = [(wpg.gpus, wpg.options) for wpg in wpgs if wpg.pool == "train"]
     models = [
-        model
+        (model[0], on_gangs(model[1], gangs))
         for index, table in enumerate(array(report, data, "model"))
         if (model := _model(report, f"model[{index}]", table, folder)) is not None
     ]
     _check_pools(report, wpgs, complete=len(wpgs) == len(wpg_tables))
-    check_shapes(report, hold, [(wpg.pool, wpg.gpus, wpg.count) for wpg in wpgs])
-    _check_models(report, models, values.get("host_bytes"), wpgs)
-    _check_nvme(report, values, [model for _, model in models])
+    shapes = [Shape(pool=w.pool, gpus=w.gpus_per_node, nodes=w.nodes) for w in wpgs]
+    check_shapes(
+        report, hold, [s for s, w in zip(shapes, wpgs, strict=True) for _ in range(w.count)]
+    )
+    _check_models(report, models, wpgs)
+    _check_tensor_parallel(report, [model for _, model in models], wpgs)
+    local = hold.backend == "local"
+    check_budgets(report, values, models)
+    check_nvme(report, values, here=local)
     _check_swap(report, values, [model for _, model in models], wpgs)
     _check_places(report, values)
+    check_host(report, values, here=local)
     problems = report.sentences()
     settings = None
     if not problems:
@@ -243,6 +266,7 @@ def _wpg(report: Report, key: str, data: Mapping[str, Any]) -> WpgSettings | Non
     table.take("pool", one_of("pool", ("train", "rollout")))
     table.take("engine", one_of("engine", tuple(ENGINE_POOLS)))
     table.take("gpus", as_count, required=False)
+    table.take("nodes", as_count, required=False)
     table.take("count", as_count, required=False)
     table.take("cores", _cores, required=False)
     options = Table(report, f"{key}.options", mapping(report, data, "options", at=key))
@@ -271,6 +295,19 @@ def _wpg(report: Report, key: str, data: Mapping[str, Any]) -> WpgSettings | Non
             f"{key}.cores",
             f"it lists cores for {len(cores)} WPGs and count is {count}: "
             f"give one inner list for each WPG, or leave cores out",
+        )
+    gpus, nodes = table.values.get("gpus", 1), table.values.get("nodes", 1)
+    if gpus % nodes:
+        report.bad(
+            f"{key}.nodes",
+            f"{gpus} GPU(s) cannot be shared out over {nodes} nodes, and each node of a WPG has as "
+            f"many ranks as the others: make gpus a multiple of nodes",
+        )
+    if pool == "rollout" and nodes > 1:
+        report.bad(
+            f"{key}.nodes",
+            "a rollout WPG lies on one node, because its engine is one process with workers of its "
+            "own there: leave nodes out, and raise count for more of them",
         )
     if not {"pool", "engine"} <= table.values.keys():
         return None
@@ -333,25 +370,13 @@ def _check_pools(report: Report, wpgs: Sequence[WpgSettings], *, complete: bool)
 def _check_models(
     report: Report,
     models: Sequence[tuple[str, ModelSpec]],
-    host_bytes: int | None,
     wpgs: Sequence[WpgSettings],
 ) -> None:
     for name, times in Counter(model.name for _, model in models).items():
         if times > 1:
             last = [key for key, model in models if model.name == name][-1]
             report.bad(f"{last}.name", f"{times} models are named {name!r}: rename all but one")
-    swaps = [wpg.options.get("offload_optimizer") == "nvme" for wpg in wpgs if wpg.pool == "train"]
     for key, model in models:
-        needed = model.train_bytes + model.weights_bytes
-        if swaps and all(swaps):
-            needed -= zero.SWAPPED_BYTES * model.parameters
-        if host_bytes is not None and needed > host_bytes:
-            report.bad(
-                key,
-                f"model {model.name} needs {needed / 2**30:.2f} GiB of the host tier (a training "
-                f"image and a snapshot) and partition.host_bytes is {host_bytes / 2**30:.2f} GiB: "
-                f"raise host_bytes or take the model out",
-            )
         for pool, size in (("train", model.train_bytes), ("rollout", model.weights_bytes)):
             limits = [wpg.options.get("device_bytes") for wpg in wpgs if wpg.pool == pool]
             known = [limit for limit in limits if isinstance(limit, int)]
@@ -366,29 +391,21 @@ def _check_models(
         report.bad("model", "the catalogue is empty: add a [[model]] table with name and path")
 
 
-def _check_nvme(report: Report, values: Mapping[str, Any], models: Sequence[ModelSpec]) -> None:
-    """What must hold of ``nvme_dir`` and ``nvme_bytes``."""
-    folder, size = values.get("nvme_dir"), values.get("nvme_bytes")
-    given = [name for name in ("nvme_dir", "nvme_bytes") if report.has(f"partition.{name}")]
-    if len(given) == 1:
-        other = "nvme_bytes" if given == ["nvme_dir"] else "nvme_dir"
-        report.bad(
-            f"partition.{given[0]}",
-            f"it has no effect without partition.{other}: write both, or neither",
-        )
-    if folder is not None and (kind := network_kind(folder)):
-        report.bad(
-            "partition.nvme_dir",
-            f"{folder} is on {kind}, which is not a disk of the node: choose a folder on a local "
-            f"file system, or leave nvme_dir and nvme_bytes out",
-        )
-    for model in models:
-        if folder is not None and size is not None and model.train_bytes > size:
-            report.bad(
-                "partition.nvme_bytes",
-                f"a training image of model {model.name} has {model.train_bytes / 2**30:.2f} GiB "
-                f"and nvme_bytes is {size / 2**30:.2f} GiB: raise nvme_bytes, or leave it out",
-            )
+def _check_tensor_parallel(
+    report: Report, models: Sequence[ModelSpec], wpgs: Sequence[WpgSettings]
+) -> None:
+    """Any job may come to any WPG, so each of vLLM's must be able to hold every model."""
+    for index, wpg in enumerate(wpgs):
+        if wpg.engine != "vllm":
+            continue
+        for model in models:
+            reason = tensor_parallel_problem(Path(model.path), wpg.gpus)
+            if reason is not None:
+                report.bad(
+                    f"wpg[{index}].gpus",
+                    f"vLLM cannot divide model {model.name} among {wpg.gpus} GPUs: {reason}; "
+                    f"choose another number, or take the model out",
+                )
 
 
 def _check_swap(
@@ -405,6 +422,12 @@ def _check_swap(
             "wpg",
             "offload_optimizer = 'nvme' keeps master weights and moments on a disk of the node: "
             "write nvme_dir and nvme_bytes in [partition], or offload_optimizer = 'cpu'",
+        )
+    if any(w.options.get("offload_optimizer") == "nvme" and w.nodes > 1 for w in wpgs):
+        report.bad(
+            "wpg",
+            "offload_optimizer = 'nvme' needs a WPG on one node, because a swap folder comes back "
+            "from the durable tier for all ranks at once: write nodes = 1, or 'cpu'",
         )
     size = values.get("nvme_bytes")
     for model in models:
@@ -429,20 +452,6 @@ def _check_places(report: Report, values: Mapping[str, Any]) -> None:
         _check_writable(report, "partition.state_dir", state)
     if host := values.get("host_dir"):
         _check_writable(report, "partition.host_dir", host)
-        place = host if host.is_dir() else host.parent
-        if place.is_dir():
-            if not _on_tmpfs(place):
-                report.warnings.append(
-                    f"partition.host_dir: {host} is not on a tmpfs, so every switch goes through "
-                    f"a disk's file system: choose a folder below /dev/shm"
-                )
-            room = os.statvfs(place)
-            free = room.f_bavail * room.f_frsize
-            if values.get("host_bytes", 0) > free:
-                report.warnings.append(
-                    f"partition.host_bytes: {values['host_bytes'] / 2**30:.2f} GiB are more than "
-                    f"the {free / 2**30:.2f} GiB free at {place}: lower it, or free space there"
-                )
 
 
 def _check_writable(report: Report, key: str, folder: Path) -> None:
@@ -451,18 +460,8 @@ def _check_writable(report: Report, key: str, folder: Path) -> None:
         existing = existing.parent
     if not existing.is_dir():
         report.bad(key, f"{existing} is not a folder: choose another path")
-    elif not os.access(existing, os.W_OK | os.X_OK):
-        report.bad(key, f"you may not write in {existing}: choose another path, or change its mode")
-
-
-def _on_tmpfs(place: Path) -> bool:
-    best, kind = "", ""
-    for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines():
-        _, mount, what, *_ = line.split()
-        inside = place == Path(mount) or Path(mount) in place.parents
-        if inside and len(mount) >= len(best):
-            best, kind = mount, what
-    return kind in ("tmpfs", "ramfs")
+    elif wrong := not_writable(existing):
+        report.bad(key, wrong)
 
 
 # ---- converters of this file only -----------------------------------------------------------

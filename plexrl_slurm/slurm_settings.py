@@ -76,6 +76,8 @@ class HoldSettings:
     agent_timeout_us: int = 15_000_000
     #: Optimizer steps between two durable images, where nodes can be lost.
     durable_every: int = 5
+    #: ``durable_every`` is written in the file: there are durable images, also without Slurm.
+    durable: bool = False
     components: tuple[ComponentSettings, ...] = ()
 
 
@@ -105,7 +107,8 @@ def read_hold(report: Report, data: Mapping[str, Any]) -> HoldSettings:
         for index, each in enumerate(array(report, data, "component"))
         if (component := _component(report, f"hold.component[{index}]", each)) is not None
     )
-    hold = HoldSettings(**table.values, components=components)
+    durable = "durable_every" in table.values
+    hold = HoldSettings(**table.values, components=components, durable=durable)
     _check_hold(report, hold)
     return hold
 
@@ -151,18 +154,27 @@ def _component(report: Report, key: str, data: Mapping[str, Any]) -> ComponentSe
     return ComponentSettings(**table.values)
 
 
-def check_shapes(report: Report, hold: HoldSettings, wpgs: Sequence[tuple[str, int, int]]) -> None:
-    """Whether the WPGs, ``(pool, gpus, count)`` each, fit into the nodes of one hold."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What one WPG needs: GPUs on each of so many nodes."""
+
+    pool: str
+    gpus: int
+    nodes: int = 1
+
+
+def check_shapes(report: Report, hold: HoldSettings, wpgs: Sequence[Shape]) -> None:
+    """Whether the WPGs fit into the nodes of one hold."""
     if hold.backend != "slurm" or not hold.components:
         return
     for pool in ("train", "rollout"):
         nodes = [
-            component.gpus_per_node
-            for component in hold.components
+            (index, component.gpus_per_node)
+            for index, component in enumerate(hold.components)
             if component.pool == pool
             for _ in range(component.nodes)
         ]
-        wanted = [gpus for where, gpus, count in wpgs if where == pool for _ in range(count)]
+        wanted = [shape for shape in wpgs if shape.pool == pool]
         if wanted and not nodes:
             report.bad(
                 "hold.component",
@@ -170,31 +182,54 @@ def check_shapes(report: Report, hold: HoldSettings, wpgs: Sequence[tuple[str, i
                 f'[[hold.component]] with pool = "{pool}"',
             )
         elif (left := _left_over(wanted, nodes)) is not None:
+            lies = (
+                f"a WPG lies on one node and one of {left.gpus} GPU(s) is left over"
+                if left.nodes == 1
+                else f"one of {left.gpus} GPU(s) on each of {left.nodes} nodes of one component is "
+                f"left over"
+            )
             report.bad(
                 "hold.component",
-                f"the {pool} WPGs ({_counted(wanted)}) do not fit into {len(nodes)} node(s) of "
-                f"{_counted(nodes)}, a WPG lies on one node and one of {left} GPU(s) is "
-                f"left over: give the component more nodes or gpus_per_node, or lower wpg.count",
+                f"the {pool} WPGs ({_counted([shape.gpus * shape.nodes for shape in wanted])}) do "
+                f"not fit into {len(nodes)} node(s) of {_counted([gpus for _, gpus in nodes])}, "
+                f"{lies}: give the component more nodes or gpus_per_node, or lower wpg.count",
             )
 
 
-def spread(wanted: Sequence[int], nodes: Sequence[int]) -> list[int] | None:
-    """Node of each WPG, largest first into the first node with room; ``None``: they do not fit."""
-    free = list(nodes)
-    homes = [-1] * len(wanted)
-    for index in sorted(range(len(wanted)), key=lambda index: (-wanted[index], index)):
-        home = next((at for at, room in enumerate(free) if room >= wanted[index]), None)
+def spread(wanted: Sequence[Shape], nodes: Sequence[tuple[int, int]]) -> list[range] | None:
+    """Nodes, ``(component, GPUs)`` each, of each WPG; ``None``: they do not fit."""
+    free = [gpus for _, gpus in nodes]
+    homes = [range(0)] * len(wanted)
+    for index in in_turn(wanted):
+        shape = wanted[index]
+        home = window([component for component, _ in nodes], free, shape.nodes, shape.gpus)
         if home is None:
             return None
-        free[home] -= wanted[index]
+        for at in home:
+            free[at] -= shape.gpus
         homes[index] = home
     return homes
 
 
-def _left_over(wanted: Sequence[int], nodes: Sequence[int]) -> int | None:
+def in_turn(wanted: Sequence[Shape]) -> list[int]:
+    """Who finds its nodes first: those on most nodes, then those with most GPUs."""
+    return sorted(range(len(wanted)), key=lambda at: (-wanted[at].nodes, -wanted[at].gpus, at))
+
+
+def window(components: Sequence[int], free: Sequence[int], nodes: int, gpus: int) -> range | None:
+    """The first nodes in a row, all of one component, with so many GPUs free on each."""
+    for start in range(len(free) - nodes + 1):
+        home = range(start, start + nodes)
+        if len({components[at] for at in home}) == 1 and all(free[at] >= gpus for at in home):
+            return home
+    return None
+
+
+def _left_over(wanted: Sequence[Shape], nodes: Sequence[tuple[int, int]]) -> Shape | None:
+    sorted_ = [wanted[at] for at in in_turn(wanted)]
     for count in range(1, len(wanted) + 1):
-        if spread(sorted(wanted, reverse=True)[:count], nodes) is None:
-            return sorted(wanted, reverse=True)[count - 1]
+        if spread(sorted_[:count], nodes) is None:
+            return sorted_[count - 1]
     return None
 
 

@@ -192,6 +192,13 @@ def as_count(value: object) -> int:
     raise ValueError(f"{value!r} is not a whole number of 1 or more")
 
 
+def as_count_or_none(value: object) -> int:
+    """A whole number, 0 too."""
+    if type(value) is int and value >= 0:
+        return value
+    raise ValueError(f"{value!r} is not a whole number of 0 or more")
+
+
 def as_seconds(value: object) -> int:
     """Seconds, as microseconds."""
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e9:

@@ -31,7 +31,7 @@ from plexrl_slurm.tomlcheck import (
     positive_seconds,
 )
 
-POLICIES: Final = ("hrrs", "fifo", "drain_first", "round_robin")
+POLICIES: Final = ("atc_h", "hrrs", "fifo", "drain_first", "least_attained", "round_robin")
 ADAPTERS: Final = ("auto", "commands", "pyslurm")
 
 

@@ -65,6 +65,56 @@ def test_a_good_file_becomes_settings_with_defaults_and_real_sizes(config: Path)
     assert len(model.architecture) == 16
 
 
+@pytest.mark.parametrize(
+    ("gpus", "fields", "words"),
+    [
+        pytest.param(3, {"num_attention_heads": 4}, "4 attention heads", id="heads"),
+        pytest.param(
+            2,
+            {"num_attention_heads": 6, "num_key_value_heads": 3},
+            "3 key-value heads (num_key_value_heads), which 2 neither divides",
+            id="key-value heads",
+        ),
+        pytest.param(4, {"intermediate_size": 30}, "30 columns in its MLP", id="MLP"),
+        pytest.param(2, {"moe_intermediate_size": 7}, "7 columns in an expert", id="experts"),
+        pytest.param(3, {"num_attention_heads": 6}, "vocabulary to 64 rows", id="vocabulary"),
+    ],
+)
+def test_a_number_of_gpus_that_does_not_divide_a_model_is_refused_for_vllm(
+    config: Path, gpus: int, fields: dict[str, int], words: str
+) -> None:
+    make_model_folder(config.parent / "models" / "tiny", **fields)
+    (problem,) = problems(config, 'engine = "vllm"', f'engine = "vllm"\ngpus = {gpus}')
+    assert f"vLLM cannot divide model tiny among {gpus} GPUs" in problem
+    assert "wpg[1].gpus" in problem and words in problem
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_engines_that_sleep_may_be_none(config: Path, count: int) -> None:
+    assert problems(config, "kv_cache_bytes", f"max_asleep = {count}\nkv_cache_bytes") == []
+    assert read(config).wpgs[1].options["max_asleep"] == count
+
+
+@pytest.mark.parametrize("count", ["-1", "false", '"1"'])
+def test_an_odd_number_of_engines_that_sleep_is_refused(config: Path, count: str) -> None:
+    (problem,) = problems(config, "kv_cache_bytes", f"max_asleep = {count}\nkv_cache_bytes")
+    assert "max_asleep" in problem and "whole number" in problem
+
+
+def test_two_models_of_different_architectures_may_share_every_wpg(config: Path) -> None:
+    make_model_folder(config.parent / "models" / "other", max_position_embeddings=256)
+    config.write_text(f'{GOOD}\n[[model]]\nname = "other"\npath = "models/other"\n')
+    tiny, other = read(config).models.values()
+    assert tiny.architecture != other.architecture
+
+
+def test_key_value_heads_may_be_fewer_than_gpus(config: Path) -> None:
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 32}
+    make_model_folder(config.parent / "models" / "tiny", **heads)
+    assert problems(config, 'engine = "vllm"', 'engine = "vllm"\ngpus = 4') == []
+    assert problems(config, 'engine = "deepspeed"', 'engine = "deepspeed"\ngpus = 3') == []
+
+
 def test_every_setting_is_read(config: Path) -> None:
     config.write_text(
         GOOD.replace(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from plexrl_slurm.settings import check, read, read_site
-from plexrl_slurm.slurm_settings import ComponentSettings, spread
+from plexrl_slurm.slurm_settings import ComponentSettings, Shape, spread
 from tests.model_folders import make_model_folder
 
 GOOD = """
@@ -107,6 +107,9 @@ def test_the_command_line_finds_the_api_without_reading_models(config: Path) -> 
         ('backend = "slurm"', 'backend = "pbs"', "hold.backend", "unknown backend"),
         ("gpus = 4", "gpus = 8", "hold.component", "one of 8 GPU(s) is left over"),
         ("count = 2\n\n[[wpg]]", "count = 3\n\n[[wpg]]", "hold.component", "do not fit"),
+        ("gpus = 4\ncount = 2", "gpus = 9\nnodes = 3", "hold.component", "each of 3 nodes of one"),
+        ("gpus = 4\ncount = 2", "gpus = 9\nnodes = 2", "wpg[0].nodes", "a multiple of nodes"),
+        ("gpus = 1\ncount = 2", "gpus = 2\nnodes = 2", "wpg[1].nodes", "leave nodes out"),
         ('pool = "rollout"\npart', 'pool = "train"\npart', "hold.component", "no component has it"),
         ('"--mem=0"', '"--array=1-2"', "hold.component[0].options", "has a key of its own"),
         ('"--mem=0"', '"-x"', "hold.component[0].options", "is not an option"),
@@ -144,7 +147,20 @@ def test_the_api_may_be_reached_from_outside_with_tls(config: Path) -> None:
     assert read_site(config).url == "https://10.1.2.3:8421"
 
 
+def shapes(*wanted: tuple[int, int]) -> list[Shape]:
+    """``(GPUs of a node, nodes)`` each."""
+    return [Shape(pool="train", gpus=gpus, nodes=nodes) for gpus, nodes in wanted]
+
+
 def test_wpgs_go_largest_first_into_the_first_node_with_room() -> None:
-    assert spread([2, 4, 2], [4, 4]) == [1, 0, 1]
-    assert spread([3, 3], [4, 2]) is None
-    assert spread([], [4]) == []
+    four, two = [(0, 4), (0, 4)], [(0, 4), (0, 2)]
+    assert spread(shapes((2, 1), (4, 1), (2, 1)), four) == [range(1, 2), range(1), range(1, 2)]
+    assert spread(shapes((3, 1), (3, 1)), two) is None
+    assert spread([], four) == []
+
+
+def test_a_wpg_of_several_nodes_takes_neighbours_of_one_component_before_the_others() -> None:
+    nodes = [(0, 4), (1, 4), (1, 4), (1, 4)]
+    assert spread(shapes((4, 1), (4, 2), (4, 1)), nodes) == [range(1), range(1, 3), range(3, 4)]
+    assert spread(shapes((4, 2)), [(0, 4), (1, 4)]) is None
+    assert spread(shapes((4, 2), (1, 1)), [(0, 4), (0, 4)]) is None

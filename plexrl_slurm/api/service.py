@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
+import msgspec
+
 from plexrl_slurm import wire
 from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.ids import CallId, JobId, SlurmId
@@ -108,6 +110,20 @@ class JobSubmission:
     script: str
     #: Remaining ``#PLEXRL`` options.
     options: Mapping[str, str] = field(default_factory=dict)
+
+
+class Import(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Weights that are to become a checkpoint."""
+
+    name: str
+    #: Of the catalogue; "": the one that they fit.
+    model: str
+    #: As ``config.json`` has it.
+    config: dict[str, Any]
+    #: ``name -> (dtype, shape)``, as the safetensors headers have them.
+    tensors: dict[str, tuple[str, list[int]]]
+    #: ``file -> bytes``.
+    files: dict[str, int]
 
 
 class Service(Protocol):
@@ -280,6 +296,24 @@ class Service(Protocol):
         length: int,
     ) -> bytes:
         """Bytes of one of these files; ``BadInput`` if it is not ``version`` any more."""
+
+    async def evict_state(
+        self, who: Principal, job_id: JobId, *, deployment: str, to: str
+    ) -> dict[str, Any]:
+        """Have images leave host memory; ``BadInput`` says why one stays."""
+
+    async def begin_import(self, who: Principal, job_id: JobId, asked: Import) -> dict[str, Any]:
+        """Weights are to come; ``BadInput`` if they fit no model of the catalogue."""
+
+    async def import_piece(
+        self, who: Principal, job_id: JobId, import_id: str, *, name: str, offset: int, data: bytes
+    ) -> dict[str, Any]:
+        """Bytes of one of its files."""
+
+    async def finish_import(
+        self, who: Principal, job_id: JobId, import_id: str, *, sha256: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """All of it has come: it is a checkpoint that ``load_state`` takes."""
 
     async def drain(self, who: Principal, *, on: bool) -> dict[str, Any]: ...
 

@@ -2,12 +2,16 @@
 
 from typing import Annotated, Final, TypeAlias
 
+import msgspec
 from fastapi import APIRouter, Query, Request, Response
 
+from plexrl_slurm.api import requests as ask
 from plexrl_slurm.api.auth import Who
 from plexrl_slurm.api.border import service_of
 from plexrl_slurm.api.errors import as_json
 from plexrl_slurm.api.jobs import JobNumber
+from plexrl_slurm.api.service import Import
+from plexrl_slurm.core.errors import BadInput
 from plexrl_slurm.core.ids import JobId
 
 router = APIRouter(prefix="/plexrl/v1")
@@ -58,3 +62,57 @@ async def state_piece(
         who, JobId(job_id), uri=uri, name=name, version=version, offset=offset, length=length
     )
     return Response(data, media_type="application/octet-stream")
+
+
+class FinishImport(msgspec.Struct, forbid_unknown_fields=True):
+    """``POST jobs/{id}/state/import/{import}/finish``: checksums by file."""
+
+    sha256: dict[str, str]
+
+
+class Evict(msgspec.Struct, forbid_unknown_fields=True):
+    """``POST jobs/{id}/state/evict``; all deployments of the job unless one is named."""
+
+    deployment: str = ""
+    to: str = "nvme"
+
+
+@router.post("/jobs/{job_id}/state/evict")
+async def evict_state(job_id: JobNumber, request: Request, who: Who) -> Response:
+    """Images leave host memory."""
+    asked = await ask.read(Evict, request)
+    answer = await service_of(request).evict_state(
+        who, JobId(job_id), deployment=asked.deployment, to=asked.to
+    )
+    return as_json(answer)
+
+
+@router.post("/jobs/{job_id}/state/import")
+async def begin_import(job_id: JobNumber, request: Request, who: Who) -> Response:
+    """Weights are to come."""
+    asked = await ask.read(Import, request)
+    return as_json(await service_of(request).begin_import(who, JobId(job_id), asked))
+
+
+@router.put("/jobs/{job_id}/state/import/{import_id}")
+async def import_piece(
+    job_id: JobNumber, import_id: str, request: Request, who: Who, name: Text, offset: Number
+) -> Response:
+    """Some bytes of one of its files, as they are."""
+    data, whole = await ask.body_of(request)
+    if not whole:
+        raise BadInput(f"a piece is larger than {ask.BODY_LIMIT >> 20} MiB: send less at once")
+    answer = await service_of(request).import_piece(
+        who, JobId(job_id), import_id, name=name, offset=offset, data=data
+    )
+    return as_json(answer)
+
+
+@router.post("/jobs/{job_id}/state/import/{import_id}/finish")
+async def finish_import(job_id: JobNumber, import_id: str, request: Request, who: Who) -> Response:
+    """All of it has come."""
+    asked = await ask.read(FinishImport, request)
+    answer = await service_of(request).finish_import(
+        who, JobId(job_id), import_id, sha256=asked.sha256
+    )
+    return as_json(answer)

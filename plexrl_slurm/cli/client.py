@@ -128,6 +128,28 @@ class Client:
             self._read(answer)  # raises what it says
         return answer.body
 
+    def evict_state(self, job_id: int, *, deployment: str, to: str) -> dict[str, Any]:
+        """Images leave host memory."""
+        body = {"deployment": deployment, "to": to}
+        return self._object("POST", f"{PREFIX}/jobs/{job_id}/state/evict", body)
+
+    def begin_import(self, job_id: int, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """Weights are to come; the number of the import, and how much to send at once."""
+        return self._object("POST", f"{PREFIX}/jobs/{job_id}/state/import", asked)
+
+    def import_piece(
+        self, job_id: int, import_id: str, *, name: str, offset: int, data: bytes
+    ) -> None:
+        """Bytes of one of its files."""
+        query = urlencode({"name": name, "offset": offset})
+        target = f"{PREFIX}/jobs/{job_id}/state/import/{import_id}?{query}"
+        self._read(self._contact.ask("PUT", target, data))
+
+    def finish_import(self, job_id: int, import_id: str, sums: Mapping[str, str]) -> dict[str, Any]:
+        """The checkpoint that it is now."""
+        target = f"{PREFIX}/jobs/{job_id}/state/import/{import_id}/finish"
+        return self._object("POST", target, {"sha256": dict(sums)})
+
     def timeline(self, *, since_us: int, until_us: int) -> list[dict[str, Any]]:
         """Stretches of every WPG."""
         params = {"since_us": str(since_us), "until_us": str(until_us)}

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from plexrl_slurm.cli import daemon, demo_figures, demo_runs, timeline
+from plexrl_slurm.cli import daemon, demo_figures, demo_memory, demo_runs, timeline
 from plexrl_slurm.cli.app import App, note, waiting
 from plexrl_slurm.cli.client import Client
 from plexrl_slurm.cli.demo_figures import JobRun, SharedRun
@@ -21,6 +21,7 @@ from plexrl_slurm.cli.demo_screen import Screen
 from plexrl_slurm.cli.submit import Request, Submitted, environment_for, slurm_of, submit, wrapped
 from plexrl_slurm.core.errors import BadInput
 from plexrl_slurm.settings import Site
+from plexrl_slurm.whereabouts import POLICIES
 
 _CONFIG = """# Written by `plexrl demo`; made new each time.
 [partition]
@@ -28,7 +29,7 @@ name = "demo"
 state_dir = "state"
 database_url = "sqlite:///{database}"
 host_dir = "{host_dir}"
-host_bytes = "2GiB"
+{memory}
 listen = "127.0.0.1:0"
 policy = "{policy}"
 
@@ -55,6 +56,9 @@ dtype = "float32"
 max_context_length = 256
 """
 
+_AMPLE = 'host_bytes = "2GiB"'
+#: Of controllers, which need the cores that the WPGs compute on.
+MOST_JOBS = 12
 _REPORTS = ("savings", "usage_by_job", "hold_summary")
 
 
@@ -69,6 +73,8 @@ class Plan:
     tool_seconds: float | None
     seed: int
     policy: str
+    #: Host memory that most images do not fit into; the others wait on a disk.
+    small_memory: bool = False
     #: Folder with the example scripts.
     examples: Path
 
@@ -78,7 +84,7 @@ class Plan:
     "--out", type=click.Path(path_type=Path), default=Path("demo"), show_default=True,
     help="Folder for everything; it is emptied first.",
 )  # fmt: skip
-@click.option("--jobs", type=click.IntRange(2, 6), default=3, show_default=True)
+@click.option("--jobs", type=click.IntRange(2, MOST_JOBS), default=3, show_default=True)
 @click.option("--steps", type=click.IntRange(2), default=10, show_default=True)
 @click.option(
     "--tool-multiple", type=click.FloatRange(0), default=2.0, show_default=True,
@@ -87,8 +93,12 @@ class Plan:
 @click.option("--tool-seconds", type=click.FloatRange(0), help="Instead of --tool-multiple.")
 @click.option("--seed", type=int, default=1, show_default=True)
 @click.option(
-    "--policy", default="hrrs", show_default=True,
-    type=click.Choice(["hrrs", "fifo", "drain_first", "round_robin"]),
+    "--policy", default="atc_h", show_default=True,
+    type=click.Choice(POLICIES),
+)  # fmt: skip
+@click.option(
+    "--host-memory", type=click.Choice(["ample", "small"]), default="ample", show_default=True,
+    help="small: for a quarter of the images; the others wait on the disk of --out.",
 )  # fmt: skip
 @click.option("--keep", is_flag=True, help="Leave the partition up afterwards.")
 @click.pass_obj
@@ -101,6 +111,7 @@ def demo(
     tool_seconds: float | None,
     seed: int,
     policy: str,
+    host_memory: str,
     keep: bool,
 ) -> None:
     """Show what sharing saves: GRPO jobs with tool pauses, together and alone."""
@@ -115,8 +126,11 @@ def demo(
         tool_seconds=tool_seconds,
         seed=seed,
         policy=policy,
+        small_memory=host_memory == "small",
         examples=examples,
     )
+    if plan.small_memory:
+        demo_memory.refuse_few(jobs)
     site = prepare(plan)
     try:
         report = run(plan, site)
@@ -127,6 +141,7 @@ def demo(
     demo_runs.leave(plan.out, site, report, _REPORTS)
     words = [
         *demo_runs.closing_table(report),
+        *demo_memory.sentences(report),
         f"everything is in {plan.out}: report.json, timeline.png, ledger.db, reports/",
     ]
     app.answer(report, "\n".join(words))
@@ -142,17 +157,27 @@ def prepare(plan: Plan) -> Site:
     host_dir.mkdir(mode=0o700, exist_ok=True)
     cores = sorted(os.sched_getaffinity(0))
     pinned = len(cores) >= 2
+    model = _model(plan)
     config = plan.out / "plexrl.toml"
+    memory = demo_memory.Budget.small(plan.jobs, model) if plan.small_memory else None
     config.write_text(
         _CONFIG.format(
             database=plan.out / "ledger.db",
             host_dir=host_dir,
+            memory=memory.toml(plan.out) if memory else _AMPLE,
             policy=plan.policy,
             train_cores=[[cores[0]]] if pinned else [],
             rollout_cores=[[cores[1]]] if pinned else [],
         ),
         encoding="utf-8",
     )
+    site = App(config=config).site()
+    with waiting("starting the partition: DeepSpeed and vLLM come up once, for all jobs") as say:
+        daemon.start(site, timeout_s=300, wait_for_wpgs=True, say=say)
+    return site
+
+
+def _model(plan: Plan) -> Path:
     model = plan.out / "models" / "tiny"
     if not model.exists():
         with waiting("making the tiny model"):
@@ -162,10 +187,7 @@ def prepare(plan: Plan) -> Site:
                 check=True,
                 capture_output=True,
             )
-    site = App(config=config).site()
-    with waiting("starting the partition: DeepSpeed and vLLM come up once, for all jobs") as say:
-        daemon.start(site, timeout_s=300, wait_for_wpgs=True, say=say)
-    return site
+    return model
 
 
 def _clear(out: Path) -> None:
@@ -214,8 +236,10 @@ def run(plan: Plan, site: Site) -> dict[str, Any]:
         title=f"{plan.jobs} GRPO jobs share two WPGs",
     )
     identical = all(row["learning_identical"] for row in rows.values())
+    memory = demo_memory.Budget.small(plan.jobs, _model(plan)) if plan.small_memory else None
     return {
         **main,
+        **({"host_memory": memory.row()} if memory else {}),
         "learning_identical": identical,
         "step_seconds": step,
         "tool_seconds": tool_s,
@@ -230,10 +254,13 @@ def shared_run(
     plan: Plan, site: Site, client: Client, name: str, numbers: Sequence[int], *, tool_s: float
 ) -> SharedRun:
     """Jobs at the same time, and the timeline of their window."""
+    before = demo_memory.moves(site.state_dir)
     jobs = run_jobs(plan, site, client, name, numbers, tool_s=tool_s)
+    moved = (demo_memory.moves(site.state_dir) - before).row() if plan.small_memory else None
     begin = min(job.started_us for job in jobs)
     end = max(job.ended_us for job in jobs)
-    return SharedRun(jobs=jobs, stretches=client.timeline(since_us=begin, until_us=end))
+    stretches = client.timeline(since_us=begin, until_us=end)
+    return SharedRun(jobs=jobs, stretches=stretches, nvme=moved)
 
 
 def run_jobs(

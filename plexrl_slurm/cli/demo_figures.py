@@ -42,6 +42,8 @@ class SharedRun:
     stretches: Sequence[Mapping[str, Any]]
     #: Whether the stretches are all that was held meanwhile: holds came and went.
     several_holds: bool = False
+    #: Images between host memory and the disk below it; ``None``: there is none.
+    nvme: Mapping[str, int] | None = None
 
     @property
     def window_us(self) -> tuple[int, int]:
@@ -109,6 +111,7 @@ def compare(
             pool: 100 * _pool_share(parts, pools, pool) for pool in sorted(set(pools.values()))
         },
         "learning_identical": all(identical),
+        **({"nvme": dict(shared.nvme)} if shared.nvme is not None else {}),
         "jobs": [
             {
                 "name": together.name,

@@ -31,8 +31,19 @@ def _text(number: str, found: Mapping[str, Any]) -> str:
     if found["deployments"]:
         lines += ["", "Deployments:"]
         lines += [
-            "  " + ", ".join(f"{name} {value}" for name, value in each.items() if value is not None)
+            "  "
+            + ", ".join(
+                f"{name} {value}"
+                for name, value in each.items()
+                if value is not None and name != "images"
+            )
             for each in found["deployments"]
+        ]
+    moved = [(each["id"], line) for each in found["deployments"] for line in each.get("images", ())]
+    if moved:
+        lines += ["", "Images:"]
+        lines += [
+            f"  {show.local_time(line['at_us'])} {name} {line['text']}" for name, line in moved
         ]
     if found["story"]:
         lines += ["", "Story:"]

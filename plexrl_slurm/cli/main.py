@@ -25,6 +25,7 @@ _WHERE: Final[Mapping[str, str]] = {
     "explain": "plexrl_slurm.cli.explain:explain",
     "sreport": "plexrl_slurm.cli.report:sreport",
     "trace": "plexrl_slurm.cli.trace:trace",
+    "sim": "plexrl_slurm.cli.sim:sim",
     "partition": "plexrl_slurm.cli.partition:partition",
     "admin": "plexrl_slurm.cli.admin:admin",
     "doctor": "plexrl_slurm.cli.doctor:doctor",

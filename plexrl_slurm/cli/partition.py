@@ -160,7 +160,14 @@ def _checked(app: App) -> None:
 
 def _summary(settings: Settings) -> str:
     rows = [
-        [wpg.pool, wpg.engine, wpg.count, wpg.gpus, ", ".join(map(str, wpg.options)) or "-"]
+        [
+            wpg.pool,
+            wpg.engine,
+            wpg.count,
+            wpg.gpus,
+            wpg.nodes,
+            ", ".join(map(str, wpg.options)) or "-",
+        ]
         for wpg in settings.wpgs
     ]
     models = [
@@ -176,7 +183,7 @@ def _summary(settings: Settings) -> str:
     return "\n".join(
         (
             f"{settings.path}: partition {settings.partition} has no mistakes",
-            show.fitted(("POOL", "ENGINE", "WPGS", "GPUS", "OPTIONS"), rows),
+            show.fitted(("POOL", "ENGINE", "WPGS", "GPUS", "NODES", "OPTIONS"), rows),
             show.fitted(("MODEL", "PARAMETERS", "DTYPE", "CONTEXT", "IMAGE"), models),
         )
     )

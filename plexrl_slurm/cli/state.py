@@ -2,6 +2,7 @@
 
 import os
 import pwd
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -11,9 +12,12 @@ import click
 from plexrl_slurm.cli import show
 from plexrl_slurm.cli.app import App, shared, waiting
 from plexrl_slurm.cli.client import Client
-from plexrl_slurm.cli.jobids import JobNumber, as_numbers
+from plexrl_slurm.cli.jobids import JobNumber, as_numbers, job_numbers
+from plexrl_slurm.cli.state_size import size
 from plexrl_slurm.core.errors import BadInput, NotFound
 
+#: A training deployment's id begins with that of its job.
+_DEPLOYMENT: Final = re.compile(r"s(\d+)-\d+:train:\d+")
 #: A checkpoint is read whole before the answer comes.
 _VERIFY_S: Final = 3600.0
 _IMAGES: Final = ("IMAGE", "KIND", "MODEL", "WPG", "TIER", "PROGRESS", "BYTES", "LASTUSE")
@@ -22,7 +26,10 @@ _SAVED: Final = ("NAME", "KIND", "STEP", "BYTES", "SAVED", "URI")
 
 @click.group()
 def state() -> None:
-    """Look at models that jobs train and have saved; verify and export them."""
+    """Look at models that jobs train and have saved; verify, evict, export and import them."""
+
+
+state.add_command(size)
 
 
 @state.command("show")
@@ -105,27 +112,92 @@ def export(app: App, numbers: list[JobNumber], folder: Path, name: str | None) -
     app.answer(facts, lambda: f"{folder}: {newest['uri']}, {show.gib(size)}")
 
 
-def _saved_of(
-    client: Client, numbers: Sequence[JobNumber], name: str | None
-) -> tuple[Mapping[str, Any], list[dict[str, Any]]]:
-    """The one job that is meant and what it saved under ``name``, or all of it."""
+@state.command()
+@click.argument("subject", metavar="JOBID|DEPLOYMENT")
+@click.option(
+    "--to",
+    type=click.Choice(["nvme", "durable"]),
+    default="nvme",
+    show_default=True,
+    help="The tier that has it then.",
+)
+@shared
+@click.pass_obj
+def evict(app: App, subject: str, to: str) -> None:
+    """Give back the host memory of the images of JOBID, or of DEPLOYMENT only.
+
+    Only what has, or gets, a complete copy elsewhere leaves. The next switch brings it back.
+    """
+    with Client(app.site(), timeout_s=_VERIFY_S) as client:
+        job_id, deployment = _meant(client, subject)
+        with waiting(f"evicting {subject}"):
+            done = client.evict_state(job_id, deployment=deployment, to=to)
+    rows = [[each["id"], each["node"], each["to"], each["bytes"]] for each in done["evicted"]]
+    app.answer(done, lambda: show.fitted(("IMAGE", "NODE", "TO", "BYTES"), rows))
+
+
+def _meant(client: Client, subject: str) -> tuple[int, str]:
+    """A job, and one deployment of it; "": all."""
+    if found := _DEPLOYMENT.fullmatch(subject):
+        return int(found[1]), subject
+    try:
+        numbers = job_numbers(subject)
+    except ValueError as error:
+        raise BadInput(f"{subject!r} is neither a job nor a deployment ({error})") from None
+    return int(_one_of(client, numbers)["job_id"]), ""
+
+
+@state.command("import")
+@click.argument("numbers", metavar="JOBID", callback=as_numbers)
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--model", metavar="MODEL", default="", help="Base model that they are weights of.")
+@click.option("--name", metavar="NAME", default="", help="Of the checkpoint; else DIR's name.")
+@shared
+@click.pass_obj
+def import_state(app: App, numbers: list[JobNumber], folder: Path, model: str, name: str) -> None:
+    """Make the weights in DIR, a Hugging Face model folder, a checkpoint of JOBID.
+
+    Any of your jobs may start from it: create_training_client_from_state(URI), or load_state(URI).
+    JOBID may have ended. It has no optimizer state.
+    """
+    from plexrl_slurm.cli import state_import
+
+    with Client(app.site(), timeout_s=_VERIFY_S) as client:
+        job = _one_of(client, numbers)
+        with waiting(f"importing {folder}") as say:
+            made = state_import.import_folder(
+                client, int(job["job_id"]), folder, model=model, name=name, say=say
+            )
+    facts = {"job": job["slurm_id"], "path": str(folder), **made}
+    app.answer(facts, lambda: f"{made['uri']}: {made['model']}, {show.gib(made['bytes'])}")
+
+
+def _one_of(client: Client, numbers: Sequence[JobNumber]) -> Mapping[str, Any]:
     jobs = client.jobs(ended=True)
     chosen = [job for number in numbers for job in number.among(jobs)]
     if len(chosen) != 1:
         raise BadInput(f"{len(chosen)} jobs are meant: write the number of one, such as 12 or 12_3")
-    saved = client.job_state(int(chosen[0]["job_id"]))["checkpoints"]
-    return chosen[0], [each for each in saved if name in (None, each["name"], each["uri"])]
+    return chosen[0]
+
+
+def _saved_of(
+    client: Client, numbers: Sequence[JobNumber], name: str | None
+) -> tuple[Mapping[str, Any], list[dict[str, Any]]]:
+    """The one job that is meant and what it saved under ``name``, or all of it."""
+    job = _one_of(client, numbers)
+    saved = client.job_state(int(job["job_id"]))["checkpoints"]
+    return job, [each for each in saved if name in (None, each["name"], each["uri"])]
 
 
 def image_rows(images: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """One line for each tier that an image is in."""
     rows = []
     for image in images:
-        used = show.iso(image["last_used_us"]) if image["last_used_us"] else "-"
         names = [image["id"], image["kind"], image["model"], image["wpg"]]
         for tier in image["tiers"] or [None]:
             facts = ["-", "-", "-"] if tier is None else _tier(tier)
-            rows.append([*names, *facts, used])
+            used = (tier or {}).get("last_used_us") or image["last_used_us"]
+            rows.append([*names, *facts, show.iso(used) if used else "-"])
     return rows
 
 

@@ -91,7 +91,7 @@ def _tenant(lane: Lane, tenant: Tenant) -> Iterator[str]:
             f"{tenant.key}: image {program.image}, position {program.position} and frontier "
             f"{program.frontier} are out of order"
         )
-    if tenant.copying and (lane.wpg is None or program.image is None):
+    if tenant.copying and lane.wpg is None:
         yield f"{tenant.key} is being copied from nowhere"
     if program.dirty and not on_device:
         yield f"{tenant.key} has changes that are neither on the device nor in an image"

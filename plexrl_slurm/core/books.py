@@ -12,6 +12,7 @@ from plexrl_slurm.core.ids import CallId, CauseId, DeploymentId, JobId, WpgId
 from plexrl_slurm.core.lane import Lane, Running, Tenant
 from plexrl_slurm.core.messages import AnyInstruction, Deployment, Finish, Forget, FunctionKind
 from plexrl_slurm.core.ordering import Entry, Position
+from plexrl_slurm.core.phase import Phase
 from plexrl_slurm.core.residency import Residency
 
 
@@ -24,6 +25,8 @@ class Books:
     costs: SwitchCosts
     #: Optimizer steps between two durable images; ``None``: a host image is enough.
     durable_every: int | None = None
+    #: Calls are kept until the durable image before the newest has them.
+    spare_images: bool = False
     estimates: Estimates = field(default_factory=Estimates)
     lanes: dict[WpgId, Lane] = field(default_factory=dict)
     #: Where each deployment lives.
@@ -34,6 +37,10 @@ class Books:
     stale: dict[WpgId, Lane] = field(default_factory=dict)
     #: Deployments of each job.
     placed: dict[JobId, int] = field(default_factory=dict)
+    #: The newest sampling phase of each job, wherever it is.
+    rollouts: dict[JobId, Phase] = field(default_factory=dict)
+    #: Busy time of each job on each WPG.
+    attained_us: dict[tuple[WpgId, JobId], int] = field(default_factory=dict)
     #: Counts runs, for the order of turns.
     turn: int = 0
 
@@ -94,7 +101,7 @@ class Books:
     def enqueue_sample(self, lane: Lane, tenant: Tenant, entry: Entry) -> None:
         """A sample waits."""
         tenant.samples[entry.call.id] = entry
-        phase = lane.phase(tenant, entry.call.job)
+        phase = self.rollouts[entry.call.job] = lane.phase(tenant, entry.call.job)
         phase.wait(entry.call.kind, entry.ready_us, self.estimates, self.hold_us)
         lane.waiting[tenant.key] = tenant
 
@@ -145,6 +152,8 @@ class Books:
             del lane.jobs[job]
         if ok:
             self.estimates.saw_function(job, kind, lane.now_us - run.start_us)
+        had = self.attained_us.get((lane.id, job), 0)
+        self.attained_us[lane.id, job] = had + lane.now_us - run.start_us
         phase = lane.phase(tenant, job)
         if tenant.program is None:
             phase.end(kind, lane.now_us, self.estimates, self.hold_us)
@@ -293,3 +302,6 @@ class Books:
         if left <= 0:
             del self.placed[deployment.job]
             self.estimates.forget(deployment.job)
+            self.rollouts.pop(deployment.job, None)
+            for key in [key for key in self.attained_us if key[1] == deployment.job]:
+                del self.attained_us[key]

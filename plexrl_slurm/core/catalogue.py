@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+from plexrl_slurm.core.sizes import WIDTHS, image_size
+from plexrl_slurm.core.zero import ZeroLayout
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
@@ -22,14 +25,17 @@ class ModelSpec:
     #: Same for two entries that can share a skeleton or an engine slot: hash of the
     #: ``config.json`` fields that shape tensors, and the dtype.
     architecture: str
+    #: Of a training image on the partition's WPGs, all ranks together, where it is largest; 0: as
+    #: on one GPU.
+    image_bytes: int = 0
 
     @property
     def weights_bytes(self) -> int:
         """Bytes of the sampling weights."""
-        return self.parameters * (4 if self.dtype == "float32" else 2)
+        return self.parameters * WIDTHS[self.dtype]
 
     @property
     def train_bytes(self) -> int:
         """Bytes of a full training image: weights, fp32 master, Adam m and v, open gradients."""
-        width = 4 if self.dtype == "float32" else 2
-        return self.parameters * (width + 4 + 8 + width)
+        one = image_size(self.parameters, dtype=self.dtype, layout=ZeroLayout(), ranks=1)
+        return self.image_bytes or one.total

@@ -207,6 +207,20 @@ class StorageFull(PlexError, OSError):
         )
 
 
+class DeviceBusy(PlexError):
+    """Device memory that should be free is not. ``sentence`` says whose, how much, what to do."""
+
+    exit_code = 74
+    retryable = True
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(sentence)
+        self.sentence = sentence
+
+    def explain(self) -> str:
+        return self.sentence
+
+
 class StorageFailed(PlexError, OSError):
     """A disk does not do its work."""
 

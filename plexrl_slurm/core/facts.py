@@ -205,7 +205,12 @@ def _placed(books: Books, lane: Lane, event: DeploymentPlaced, out: list[AnyInst
         program = None
         if trains:
             program = Program(
-                image=image, applied=event.applied, tiered=tiered, durable=event.durable
+                image=image,
+                applied=event.applied,
+                tiered=tiered,
+                durable=event.durable,
+                spares=books.spare_images,
+                spare=event.spare,
             )
         at = Residency.ABSENT if trains and image is None else Residency.HOST
         tenant = lane.tenants[key] = Tenant(
@@ -362,17 +367,24 @@ def _switch_ended(books: Books, lane: Lane, event: SwitchEnded, out: list[AnyIns
             lane.resident, incoming.failures = incoming, 0
             incoming.step(Residency.RESIDENT, cause)
             if incoming.program is not None:
+                if handover.fell_back(incoming, event.left, event.error, cause):
+                    incoming.program.rewind()
+                    incoming.program.applied = incoming.program.position
+                    books.settle(lane, incoming, cause, out)
                 incoming.program.loaded()
                 phase = lane.phase(incoming, incoming.last_job)
                 phase.open_step = incoming.program.open_step
     else:
         # Nobody knows what the device holds now; images and calls are all there.
         lane.resident = lane.owed = None
+        other = incoming is not None and handover.fell_back(
+            incoming, event.left, event.error, cause
+        )
         for tenant in (outgoing, incoming):
             if tenant is not None:
                 tenant.lose(cause)
                 books.settle(lane, tenant, cause, out)
-        if incoming is not None:
+        if incoming is not None and not other:
             incoming.failures += 1
             if incoming.failures >= books.max_attempts:
                 reason = f"its state could not be brought in {incoming.failures} times"

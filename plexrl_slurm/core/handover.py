@@ -5,17 +5,19 @@ from typing import Final
 
 from plexrl_slurm.core.books import Books
 from plexrl_slurm.core.errors import InvalidTransition
+from plexrl_slurm.core.ids import CauseId
 from plexrl_slurm.core.lane import Lane, Tenant
 from plexrl_slurm.core.messages import (
     AnyInstruction,
     DeploymentMoved,
     Drained,
     Event,
+    ImagesLeft,
     Persisted,
     WpgDraining,
     WpgReleased,
 )
-from plexrl_slurm.core.ordering import Position
+from plexrl_slurm.core.ordering import START, Position
 from plexrl_slurm.core.residency import Residency, Whereabouts
 
 #: After a copy to the durable tier that failed the next one is tried.
@@ -70,7 +72,41 @@ def persisted(
         lane.granted(tenant)
         durable(books, tenant, event.progress, event, out)
     else:
-        lane.refused(tenant, RETRY_US)
+        moving = lane.move is not None and tenant in (lane.move.outgoing, lane.move.incoming)
+        # If it moves, the end of that tells.
+        if not moving and _lost_at_rest(books, lane, tenant, event, out):
+            lane.granted(tenant)
+        else:
+            lane.refused(tenant, RETRY_US)
+
+
+def _lost_at_rest(
+    books: Books, lane: Lane, tenant: Tenant, event: Persisted, out: list[AnyInstruction]
+) -> bool:
+    """Whether an image was lost that nobody was loading."""
+    program = tenant.program
+    if not fell_back(tenant, event.left, "", event.cause) or program is None:
+        return False
+    if lane.resident is tenant:
+        program.dirty = program.position > (program.image or START)
+    else:
+        tenant.lose(event.cause)
+        program.applied = program.position
+    books.settle(lane, tenant, event.cause, out)
+    return True
+
+
+def fell_back(tenant: Tenant, left: ImagesLeft | None, why: str, cause: CauseId) -> bool:
+    """Whether its newest image is another one than was believed; it is believed now."""
+    program = tenant.program
+    if program is None or left is None or left.image == program.image:
+        return False
+    believed = program.image
+    program.fell_back(left.image, left.durable)
+    instead = f"{left.image}" if left.image is not None else "none: it is created anew"
+    line = f"image {believed} is damaged or gone ({why}); what is left is {instead}"
+    tenant.where = tenant.where.note(line.replace(" ()", ""), cause=cause)
+    return True
 
 
 def durable(

@@ -197,6 +197,8 @@ class DeploymentPlaced(Event):
     #: Progress of its newest durable image (after a restart). All calls from there on are said
     #: again, those that have ended as ``done``. Of a known deployment, ``None`` changes nothing.
     durable: tuple[int, int] | None = None
+    #: Progress of the durable image before that one, if it is still there (after a restart).
+    spare: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,6 +253,16 @@ class RunEnded(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ImagesLeft:
+    """What a home can load, after newer images turned out to be damaged or gone."""
+
+    #: Progress of the newest; ``None``: there is none, the deployment is made anew by ``create``.
+    image: tuple[int, int] | None
+    #: Of the newest durable one.
+    durable: tuple[int, int] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SwitchEnded(Event):
     """Answer to :class:`Switch` and :class:`SaveImage`."""
 
@@ -260,6 +272,8 @@ class SwitchEnded(Event):
     moved_bytes: int = 0
     #: Why it failed, for the user; may be "".
     error: str = ""
+    #: Of the incoming; it may not be what was believed. With ``ok`` this image is loaded.
+    left: ImagesLeft | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,6 +284,8 @@ class Persisted(Event):
     #: Of the image that is durable now: what was asked for, or newer. If it failed: as asked.
     progress: tuple[int, int]
     ok: bool
+    #: If it failed because the image to copy is damaged or gone.
+    left: ImagesLeft | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

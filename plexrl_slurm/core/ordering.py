@@ -46,7 +46,8 @@ class Entry:
 class Program:
     """Calls of one training deployment that a loss may make run again, in order of ``seq``.
 
-    That is, those that no complete image contains; with ``tiered``, no durable one.
+    That is, those that no complete image contains; with ``tiered``, no durable one; with
+    ``spares``, not the durable one before the newest, which may turn out to be damaged.
     """
 
     def __init__(
@@ -56,17 +57,21 @@ class Program:
         applied: Position,
         tiered: bool = False,
         durable: Position | None = None,
+        spares: bool = False,
+        spare: Position | None = None,
     ) -> None:
         self.calls: dict[int, Entry] = {}
         #: Images live on nodes that can be lost, and have durable copies.
-        self._tiered = tiered
+        self._tiered, self._spares = tiered, spares
         #: Progress of the newest complete image that its home can load.
         self.image = image
         #: Progress of the newest durable image; may be another home's, and newer.
         self.durable = durable if tiered else None
+        #: Progress of the durable image before it.
+        self.spare = spare if tiered and spares else None
         #: Whether gradients were pending when these were made; ``None``: the calls tell.
         self._image_open: bool | None = None
-        self._durable_open = False
+        self._durable_open = self._spare_open = False
         self.position: Position = image or START
         #: What a WPG that kept its memory has, if it says that it has this deployment.
         self.applied: Position = max(applied, self.position)
@@ -89,7 +94,10 @@ class Program:
     def floor(self) -> Position:
         """Calls before it never run again."""
         image = self.image or START
-        return min(image, self.durable or START) if self._tiered else image
+        if not self._tiered:
+            return image
+        kept = self.spare if self._spares else self.durable
+        return min(image, kept or START)
 
     @property
     def safe(self) -> bool:
@@ -199,6 +207,16 @@ class Program:
             lost = "its state is lost: the image is gone, and calls that are in no other"
             self.broken = self.broken or lost
 
+    def fell_back(self, image: Position | None, durable: Position | None) -> None:
+        """Newer images are damaged or gone: these are the newest of all, and the durable one."""
+        if self._tiered and durable != self.durable:
+            is_open = self._open_at(durable)
+            if self.spare is not None and (durable is None or self.spare >= durable):
+                self.spare = None
+            self.durable, self._durable_open = durable, is_open
+        self.frontier = max(self.frontier, image or START)
+        self.lost_image(image)
+
     def adopt(self, position: Position) -> list[Entry]:
         """The device has the state after all, at ``position``; calls that this answers."""
         self.position = position
@@ -233,8 +251,9 @@ class Program:
         """A durable image has ``progress``; returns the entries that nobody needs any more."""
         if not self._tiered or (self.durable is not None and progress <= self.durable):
             return []
-        self._durable_open = self._open_at(progress)
-        self.durable = progress
+        is_open = self._open_at(progress)
+        self.spare, self._spare_open = self.durable, self._durable_open
+        self.durable, self._durable_open = progress, is_open
         return self.trim()
 
     def moved(self, image: Position | None) -> None:
@@ -245,6 +264,8 @@ class Program:
         self.position = image or START
         if self._tiered:
             self.durable, self._durable_open = image, bool(self._image_open)
+            if self.spare is not None and (image is None or self.spare >= image):
+                self.spare = None
 
     def trim(self) -> list[Entry]:
         """Let go of the entries that never run again."""
@@ -259,8 +280,12 @@ class Program:
             return self._image_open
         if at == self.position and at != self.image:
             return self.open_step
-        known = self.durable is not None and self.durable <= at
-        first, is_open = (self.durable or START, self._durable_open) if known else (START, False)
+        first, is_open = START, False
+        for known, was_open in (
+            (self.spare, self._spare_open), (self.durable, self._durable_open),
+        ):  # fmt: skip
+            if known is not None and known <= at:
+                first, is_open = known, was_open
         for seq in sorted(seq for seq in self.calls if first[0] <= seq <= at[0]):
             entry = self.calls[seq]
             ran = entry.effect > 0 and (seq < at[0] or at[1] > 0)

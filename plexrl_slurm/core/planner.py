@@ -10,6 +10,7 @@ from plexrl_slurm.core.messages import (
     Drained,
     FunctionKind,
     Persist,
+    Pool,
     Run,
     SaveImage,
     Switch,
@@ -108,7 +109,19 @@ class Planner:
             mid_phase=resident and phase.in_middle(),
             virtual=head is None,
             turn=tenant.turn,
+            slack_us=0 if tenant.program is None else self._slack_us(job, now_us),
+            attained_us=books.attained_us.get((lane.id, job), 0),
         )
+
+    def _slack_us(self, job: JobId, now_us: int) -> int:
+        """How long the job goes on sampling, if it does: a training phase is due at its end."""
+        rollout = self.books.rollouts.get(job)
+        if rollout is None or not rollout.running:
+            return 0
+        total_us = self.books.estimates.phase_us(job, Pool.ROLLOUT)
+        if total_us is None:
+            return 0
+        return max(0, total_us - rollout.served_us - (now_us - rollout.busy_us))
 
     def _switch_us(self, lane: Lane, tenant: Tenant) -> int:
         moved = 0 if _is_created_here(tenant) else tenant.image_bytes

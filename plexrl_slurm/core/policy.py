@@ -7,6 +7,7 @@ index: without it two deployments that alternate pay a switch for every function
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from math import exp
 from typing import Final, Protocol
 
 from plexrl_slurm.core.errors import BadInput
@@ -38,6 +39,10 @@ class Candidate:
     virtual: bool
     #: When it last ran, as a count of turns.
     turn: int
+    #: Time until the job needs the end of this phase: it samples meanwhile. 0: it waits for it.
+    slack_us: int = 0
+    #: GPU time that its job has had on this WPG.
+    attained_us: int = 0
 
 
 class Rule(StrEnum):
@@ -139,8 +144,49 @@ class Hrrs:
     @staticmethod
     def index(c: Candidate) -> float:
         """Response ratio, weighted."""
-        work = c.switch_us + max(1, c.remaining_us)
+        work = _work_us(c)
         return c.weight * (c.waited_us + work) / work
+
+
+@dataclass(frozen=True, slots=True)
+class AtcH:
+    """Apparent tardiness cost with an anticipatory hold, in the frame.
+
+    ``(w / P) * exp(-max(0, D - P) / (K * mean P))`` with ``P`` = switch and rest of the phase,
+    ``w`` = priority over the job's own step time and ``D`` the slack: short rests first, of jobs
+    that wait for them; a job that samples meanwhile has time. Vepsalainen and Morton 1987 for
+    jobs with due dates; a phase is due when its job's rollout ends.
+    """
+
+    name: str = "atc_h"
+    holds: bool = True
+    #: How far ahead a due date is felt, in mean lengths of a phase.
+    look_ahead: float = 0.5
+
+    def choose(self, candidates: Sequence[Candidate], *, hysteresis: float) -> Choice:
+        guarded = guard(candidates)
+        if guarded is not None:
+            return guarded
+        reach = self.look_ahead * sum(map(_work_us, candidates)) / len(candidates)
+        best, most, resident, kept = candidates[0], (-1.0, 0, 0), None, 0.0
+        for c in candidates:
+            work = _work_us(c)
+            index = c.weight / (work * c.step_us)
+            if c.slack_us > work:
+                index *= exp((work - c.slack_us) / reach)
+            rank = (index, c.waited_us, -c.job)
+            if rank > most:
+                best, most = c, rank
+            if c.resident:
+                resident, kept = c, index
+        if (
+            resident is not None
+            and resident is not best
+            and resident.mid_phase
+            and most[0] <= (1 + hysteresis) * kept
+        ):
+            return Choice(winner=resident, rule=Rule.HYSTERESIS)
+        return Choice(winner=best, rule=Rule.INDEX)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +202,21 @@ class DrainFirst:
             return guarded
         resident = _resident(candidates)
         return Choice(winner=resident or _longest(candidates), rule=Rule.INDEX)
+
+
+@dataclass(frozen=True, slots=True)
+class LeastAttained:
+    """The resident until it has nothing more, then whose job has had least; in the frame."""
+
+    name: str = "least_attained"
+    holds: bool = True
+
+    def choose(self, candidates: Sequence[Candidate], *, hysteresis: float) -> Choice:
+        guarded = guard(candidates)
+        if guarded is not None:
+            return guarded
+        least = min(candidates, key=lambda c: (c.attained_us / c.weight, -c.waited_us, c.job))
+        return Choice(winner=_resident(candidates) or least, rule=Rule.INDEX)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +243,8 @@ class RoundRobin:
 
 #: Every policy by the name that the configuration uses.
 POLICIES: Final[dict[str, Policy]] = {
-    policy.name: policy for policy in (Hrrs(), Fifo(), DrainFirst(), RoundRobin())
+    policy.name: policy
+    for policy in (AtcH(), Hrrs(), Fifo(), DrainFirst(), LeastAttained(), RoundRobin())
 }
 
 
@@ -197,6 +259,10 @@ def find_policy(name: str) -> Policy:
 
 def _resident(candidates: Sequence[Candidate]) -> Candidate | None:
     return next((c for c in candidates if c.resident), None)
+
+
+def _work_us(c: Candidate) -> int:
+    return c.switch_us + max(1, c.remaining_us)
 
 
 def _longest(candidates: Sequence[Candidate]) -> Candidate:

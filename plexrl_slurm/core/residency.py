@@ -33,6 +33,7 @@ STEPS: Final[Mapping[tuple[Residency, Residency], str]] = {
     (Residency.HOST, Residency.LOADING): "load began",
     (Residency.LOADING, Residency.RESIDENT): "load ended",
     (Residency.LOADING, Residency.HOST): "load failed, or the device was lost",
+    (Residency.LOADING, Residency.ABSENT): "its only image is damaged or gone",
     (Residency.RESIDENT, Residency.SAVING): "saving an image began",
     (Residency.SAVING, Residency.RESIDENT): "saving an image ended",
     (Residency.SAVING, Residency.HOST): "lost while saving; the older image counts",

@@ -31,13 +31,19 @@ class SchedulerCore:
         image_every: int = 10,
         max_attempts: int = 3,
         durable_every: int | None = None,
+        spare_images: bool = False,
     ) -> None:
         """``durable_every``: images live on nodes that can be lost, so calls are kept until a
         durable image has them, and one is made after so many optimizer steps. ``None``: a host
-        image is enough.
+        image is enough. ``spare_images``: calls are kept until the last but one has them, so
+        that the newest durable image may be damaged as well.
         """
         self._books = Books(
-            hold_us=hold_us, max_attempts=max_attempts, costs=costs, durable_every=durable_every
+            hold_us=hold_us,
+            max_attempts=max_attempts,
+            costs=costs,
+            durable_every=durable_every,
+            spare_images=spare_images,
         )
         self._planner = Planner(
             books=self._books, policy=policy, hysteresis=hysteresis, image_every=image_every

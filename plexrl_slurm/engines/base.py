@@ -8,6 +8,7 @@ from typing import Any, Final, Protocol, cast
 
 from plexrl_slurm import wire
 from plexrl_slurm.core.catalogue import ModelSpec
+from plexrl_slurm.engines.device_memory import DeviceMemory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,12 @@ class RankSpec:
     cores: tuple[int, ...] = ()
     #: Name under which this process answers its agent: ``wpg/rank/incarnation``.
     identity: str = ""
+    #: First rank of the gang on this node.
+    first: int = 0
+    #: The node on which the store listens.
+    master_address: str = "127.0.0.1"
+    #: Of this incarnation of a gang on several nodes: ranks of another one have another.
+    meeting: str = ""
 
 
 class TrainEngine(Protocol):
@@ -63,6 +70,20 @@ class TrainEngine(Protocol):
         Raises ``BadImage`` for a slab that is torn, another's, or of another layout.
         """
 
+    def swap_images(
+        self,
+        save: Path,
+        load: Path,
+        *,
+        outgoing: str,
+        progress: tuple[int, int],
+        incoming: str,
+    ) -> int:
+        """:meth:`save_image` of the resident ``outgoing``, then :meth:`load_image`, as one move.
+
+        Raises what they raise; the slab at ``save`` need not be complete then.
+        """
+
     def forward_backward(self, body: wire.ForwardBackward) -> wire.TrainOutput:
         """Loss, logprobs and (unless ``forward_only``) accumulated gradients."""
 
@@ -77,6 +98,15 @@ class TrainEngine(Protocol):
 
     def publish(self, body: wire.Publish, path: Path) -> wire.Saved:
         """Write the sampling weights to ``path`` (host tier), and to ``body.path`` if given."""
+
+    def sleep(self) -> DeviceMemory:
+        """Give the device's memory back, and say what is left; nothing is resident afterwards."""
+
+    def wake(self) -> DeviceMemory:
+        """Take it again, for ``create`` or ``load_image`` to fill; says what is taken now."""
+
+    def memory(self) -> DeviceMemory:
+        """As it is now."""
 
     def digest(self) -> str:
         """SHA-256 of the resident's parameters, master weights and moments on this rank."""
@@ -96,6 +126,21 @@ class SampleEngine(Protocol):
 
     async def sample(self, call: str, body: wire.Sample) -> wire.SampleOutput:
         """Completions; raises ``BadInput``. Cancelling the coroutine aborts the request."""
+
+    async def sleep(self) -> DeviceMemory:
+        """Give the device's memory back (weights and KV cache), and say what is left.
+
+        No sample is running, and none may until the next ``load_snapshot``.
+        """
+
+    async def wake(self) -> DeviceMemory:
+        """Take it again, for ``load_snapshot`` to fill; says what is taken now."""
+
+    async def memory(self) -> DeviceMemory:
+        """As it is now."""
+
+    async def broken(self) -> str:
+        """Returns only when the engine cannot go on, busy or not: says why."""
 
     async def close(self) -> None:
         """End the engine's processes."""

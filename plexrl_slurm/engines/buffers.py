@@ -54,7 +54,7 @@ class Buffers(Protocol):
 class SlotMaker(Protocol):
     """Makes the tensor for a gradient that the optimizer has no tensor for yet."""
 
-    def __call__(self) -> Tensor: ...
+    def __call__(self, device: torch.device) -> Tensor: ...
 
 
 class WholeWeights:
@@ -90,11 +90,12 @@ class WholeWeights:
         }
 
     def place(self, name: str, make: SlotMaker) -> Tensor:
-        slot = make()
         group, _, index = name.removeprefix("grad.").rpartition(".")
+        in_host = self._partitioned and self._zero.cpu_offload
+        slot = make(torch.device("cpu") if in_host else self._parameters[0].device)
         if not self._partitioned:
             self._parameters[int(index)].grad = slot
-        elif self._zero.cpu_offload:
+        elif in_host:
             self._zero.accumulated_grads_in_cpu[int(index)] = slot
         else:
             self._zero.all_grad_tensors.setdefault(int(group), []).append(slot)
@@ -233,4 +234,6 @@ class ShardedWeights:
 
     def all(self) -> Iterable[Tensor]:
         masters = [master.detach() for master in self.masters]
-        return [*self.weights(), *masters, self._zero.grad_partitions_flat_buffer]
+        # Where gradients wait to be reduced; nothing is in it between two calls.
+        waiting = [bucket.buffer for bucket in self._zero.ipg_buckets.values()]
+        return [*self.weights(), *masters, self._zero.grad_partitions_flat_buffer, *waiting]

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -136,6 +137,16 @@ def load(
     try:
         manifest = checkpoint.read_manifest(path, uri)
         _check_model(manifest, model)
+        if manifest.weights_only:
+            _check_weights(manifest, model, path, gang, optimizer=optimizer)
+    except PlexError as error:
+        failure = error
+    gang.share_failure(failure)
+    if manifest.weights_only:
+        skeleton.reset(replace(model, path=str(path)))
+        weights = content.of_files(*(file.sha256 for file in manifest.files))
+        return manifest.bytes, weights
+    try:
         for file in manifest.files[gang.rank :: gang.world]:
             checkpoint.check_file(path, file, uri)
     except PlexError as error:
@@ -171,6 +182,19 @@ def load(
     skeleton.set_counters({**skeleton.counters(), "step": manifest.step if optimizer else 0})
     read = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     return read, content.of_files(*(file.sha256 for file in manifest.files))
+
+
+def _check_weights(
+    manifest: Manifest, model: ModelSpec, path: Path, gang: Gang, *, optimizer: bool
+) -> None:
+    """Of weights that came from outside; one rank reads them for all."""
+    if optimizer:
+        raise BadInput(
+            f"{manifest.uri} was imported and has no optimizer state: load it without the optimizer"
+        )
+    if gang.rank == 0:
+        for file in manifest.files:
+            checkpoint.check_file(path, file, manifest.uri)
 
 
 def _check_model(manifest: Manifest, model: ModelSpec) -> None:

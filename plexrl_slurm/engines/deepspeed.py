@@ -8,7 +8,6 @@ finite is found before its backward pass; what earlier micro-batches of the call
 with zero gradients would still move the weights by AdamW's momentum.
 """
 
-import gc
 import hashlib
 import math
 import os
@@ -28,11 +27,13 @@ from plexrl_slurm.core import content
 from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import BadImage, BadInput, StepSkipped, StorageFull
 from plexrl_slurm.core.zero import layout_of
-from plexrl_slurm.engines import batching, jit, losses
+from plexrl_slurm.engines import batching, jit, losses, meeting
 from plexrl_slurm.engines.base import RankSpec
 from plexrl_slurm.engines.checkpoints import Gang, export, load, save
+from plexrl_slurm.engines.device_memory import DeviceMemory, on_gpu
 from plexrl_slurm.engines.gpus import check_torch
-from plexrl_slurm.engines.skeleton import Skeleton, bytes_of, copy_bytes, dtype_name, quiet
+from plexrl_slurm.engines.movers import Mover, Piece
+from plexrl_slurm.engines.skeleton import Skeleton, bytes_of, dtype_name, quiet
 from plexrl_slurm.memory import swap
 from plexrl_slurm.memory.slab import Slab, SlabHeader, SlabTensor
 
@@ -56,7 +57,11 @@ class DeepSpeedEngine:
         check_torch()
         _join(spec)
         self._gang = Gang(rank=spec.rank, world=spec.world)
+        #: By architecture; at most one is awake.
+        self._skeletons: dict[str, Skeleton] = {}
+        #: The one that is awake, and the one that was last.
         self._skeleton: Skeleton | None = None
+        self._last: Skeleton | None = None
         self._deployment = ""
         #: What the resident's weights are; see :mod:`plexrl_slurm.core.content`.
         self._weights = 0
@@ -64,6 +69,7 @@ class DeepSpeedEngine:
         self._model: ModelSpec | None = None
         self._slabs: dict[Path, Slab] = {}
         self._swap = _swap_folder(spec) if self._zero.swap_optimizer else None
+        self._mover = Mover.for_device(_device(), ranks=spec.world)
         # Built now, so that no job waits for it and no job pays for it.
         first = str(spec.options.get("model", next(iter(spec.models), "")))
         if first:
@@ -77,18 +83,60 @@ class DeepSpeedEngine:
             known = ", ".join(sorted(self._spec.models))
             raise BadInput(f"unknown model {body.base_model!r}; this WPG knows {known}")
         torch.manual_seed(body.seed)
-        before = self._skeleton
+        there = model.architecture in self._skeletons
         skeleton = self._skeleton_for(model)
         self._deployment, self._model = "", None  # nobody's, until all is in place
         self._enter(skeleton, deployment)
         self._make_room(skeleton)
-        if skeleton is before or skeleton.swapped is not None:
+        if there or skeleton.swapped is not None:
             skeleton.reset(model)  # a new one has the base weights already
         self._deployment, self._model = deployment, model
         self._weights = content.of_base(model.name)
         return wire.Created(parameters=skeleton.parameters)
 
     def save_image(self, path: Path, *, deployment: str, progress: tuple[int, int]) -> int:
+        slab, pieces = self._leave(path, deployment, progress)
+        moved = self._mover.move(out=pieces)
+        slab.commit()
+        if self._skeleton is not None and self._skeleton.swapped is not None:
+            self._skeleton.swapped.saved()
+        return moved
+
+    def load_image(self, path: Path, *, deployment: str) -> int:
+        slab, header, model = self._open(path, deployment)
+        skeleton = self._skeleton_for(model)
+        pieces = self._come(path, slab, header, skeleton)
+        moved = self._mover.move(into=pieces)
+        self._arrive(header, skeleton, deployment, model)
+        return moved
+
+    def swap_images(
+        self,
+        save: Path,
+        load: Path,
+        *,
+        outgoing: str,
+        progress: tuple[int, int],
+        incoming: str,
+    ) -> int:
+        leaving, out = self._leave(save, outgoing, progress)
+        slab, header, model = self._open(load, incoming)
+        if self._resident(outgoing)[0].architecture != model.architecture:
+            # The skeleton goes with its tensors.
+            moved = self._mover.move(out=out)
+            leaving.commit()
+            return moved + self.load_image(load, deployment=incoming)
+        skeleton = self._skeleton_for(model)
+        into = self._come(load, slab, header, skeleton)
+        moved = self._mover.move(out=out, into=into)
+        leaving.commit()
+        self._arrive(header, skeleton, incoming, model)
+        return moved
+
+    def _leave(
+        self, path: Path, deployment: str, progress: tuple[int, int]
+    ) -> tuple[Slab, list[Piece]]:
+        """What a slab, now invalid, must get before it is committed."""
         skeleton, _ = self._resident(deployment)
         state, swapped = skeleton.image(), skeleton.swapped
         slab = self._slab(path)
@@ -113,21 +161,23 @@ class DeepSpeedEngine:
         # Either all ranks overwrite their slabs or none does: half an image is none.
         self._gang.share_failure(failure)
         header = slab.write(header)
-        moved = 0
-        for place, tensor in zip(slab.views(header.tensors), state.values(), strict=True):
-            moved += copy_bytes(torch.frombuffer(place, dtype=tensor.dtype), tensor.contiguous())
-        slab.commit()
-        if swapped is not None:
-            swapped.saved()
-        return moved
+        self._mover.pin(path, slab.whole())
+        places = slab.views(header.tensors)
+        return slab, [
+            Piece(tensor=tensor.contiguous(), place=place)
+            for tensor, place in zip(state.values(), places, strict=True)
+        ]
 
-    def load_image(self, path: Path, *, deployment: str) -> int:
+    def _open(self, path: Path, deployment: str) -> tuple[Slab, SlabHeader, ModelSpec]:
         slab = self._slab(path)
         header = slab.read()
-        model = self._model_of(path, header, deployment)
-        skeleton = self._skeleton_for(model)
+        return slab, header, self._model_of(path, header, deployment)
+
+    def _come(self, path: Path, slab: Slab, header: SlabHeader, skeleton: Skeleton) -> list[Piece]:
+        """What an image brings; :meth:`_arrive` comes after it."""
+        self._mover.pin(path, slab.whole())
         self._deployment, self._model = "", None  # nobody's, until all is in place
-        self._enter(skeleton, deployment)
+        self._enter(skeleton, header.deployment)
         if skeleton.swapped is not None:
             skeleton.swapped.load(header.state, path)
         table = {t.name: (getattr(torch, t.dtype), t.shape) for t in header.tensors}
@@ -135,16 +185,19 @@ class DeepSpeedEngine:
             places = skeleton.prepare(table)
         except KeyError as error:
             raise BadImage(str(path), f"has a tensor {error} that is not of this layout") from error
-        moved = 0
+        pieces = []
         for source, (name, place) in zip(slab.views(header.tensors), places.items(), strict=True):
             if source.nbytes != place.numel() * place.element_size():
                 raise BadImage(str(path), f"has another size of {name} than this layout")
-            moved += copy_bytes(place, torch.frombuffer(source, dtype=place.dtype))
-        skeleton.set_counters(header.state)
-        skeleton.refresh()
+            pieces.append(Piece(tensor=place, place=source))
+        return pieces
+
+    def _arrive(
+        self, header: SlabHeader, skeleton: Skeleton, deployment: str, model: ModelSpec
+    ) -> None:
+        skeleton.settle([tensor.name for tensor in header.tensors], header.state)
         self._deployment, self._model = deployment, model
         self._weights = header.state.get(_WEIGHTS) or self._new_weights()
-        return moved
 
     def _model_of(self, path: Path, header: SlabHeader, deployment: str) -> ModelSpec:
         if header.deployment != deployment:
@@ -166,21 +219,45 @@ class DeepSpeedEngine:
     def _slab(self, path: Path) -> Slab:
         for gone in [p for p, slab in self._slabs.items() if not p.exists()]:
             del self._slabs[gone]
+            self._mover.unpin(gone)
         return self._slabs.setdefault(path, Slab(path))
 
     def _skeleton_for(self, model: ModelSpec) -> Skeleton:
-        if self._skeleton is None or self._skeleton.architecture != model.architecture:
-            if self._skeleton is not None:
-                self._skeleton.release()
-            self._skeleton = None
-            gc.collect()  # DeepSpeed's engine is full of cycles
-            self._deployment, self._model = "", None
-            scratch = None
-            if self._swap is not None:
-                scratch = swap.scratch_of(self._swap, self._spec.wpg, self._spec.rank)
-                shutil.rmtree(scratch, ignore_errors=True)
-            self._skeleton = Skeleton(model, layout=self._zero, scratch=scratch)
-        return self._skeleton
+        """The skeleton of its architecture, awake; another's gives its memory back first."""
+        skeleton = self._skeletons.get(model.architecture)
+        if skeleton is None or skeleton is not self._skeleton:
+            self._put_to_sleep()
+            if skeleton is None:
+                scratch = None
+                if self._swap is not None:
+                    scratch = swap.scratch_of(self._swap, self._spec.wpg, self._spec.rank)
+                    scratch /= model.architecture
+                    shutil.rmtree(scratch, ignore_errors=True)
+                skeleton = Skeleton(model, layout=self._zero, scratch=scratch)
+                self._skeletons[model.architecture] = skeleton
+            skeleton.wake()
+            self._skeleton = skeleton
+        return skeleton
+
+    def _put_to_sleep(self) -> None:
+        self._deployment, self._model = "", None
+        if self._skeleton is not None:
+            self._skeleton.sleep()
+            self._last, self._skeleton = self._skeleton, None
+
+    def sleep(self) -> DeviceMemory:
+        self._put_to_sleep()
+        return self.memory()
+
+    def wake(self) -> DeviceMemory:
+        if self._skeleton is None and self._last is not None:
+            self._last.wake()
+            self._skeleton = self._last
+        return self.memory()
+
+    def memory(self) -> DeviceMemory:
+        held = sum(skeleton.bytes for skeleton in self._skeletons.values())
+        return on_gpu() or DeviceMemory(used=held)
 
     def _enter(self, skeleton: Skeleton, deployment: str) -> None:
         """Let go of the resident's swap folder and open another."""
@@ -392,9 +469,9 @@ def _join(spec: RankSpec) -> None:
         return
     os.environ.update(
         RANK=str(spec.rank),
-        LOCAL_RANK=str(spec.rank),
+        LOCAL_RANK=str(spec.rank - spec.first),
         WORLD_SIZE=str(spec.world),
-        MASTER_ADDR="127.0.0.1",
+        MASTER_ADDR=spec.master_address,
         MASTER_PORT=str(spec.master_port),
         HF_HUB_OFFLINE="1",
     )
@@ -404,4 +481,13 @@ def _join(spec: RankSpec) -> None:
     with quiet():
         import deepspeed
 
+        if spec.meeting:  # DeepSpeed takes the group that is there
+            meeting.join(spec, timeout=_TIMEOUT)
         deepspeed.init_distributed("gloo", timeout=_TIMEOUT, verbose=False)
+
+
+def _device() -> torch.device:
+    """What DeepSpeed computes on."""
+    from deepspeed.accelerator import get_accelerator
+
+    return torch.device(get_accelerator().device_name())

@@ -5,9 +5,9 @@ histories that should end equal do, and two that should not do not. Wrong use, w
 engine would answer with a crash or garbage, is an ``AssertionError`` here.
 
 ``options`` of both: ``delay_us`` (a mapping of method names to microseconds), ``crash_on`` (a
-list of ``{"kind": method, "count": n}``: the process ends with code 9 at the n-th such call)
-and ``crash_marker`` (a file that keeps it from happening twice; the crash makes it). With
-``clock`` a training call's metrics say when the rank began and ended it, for benchmarks.
+list of ``{"kind": method, "count": n}``, with ``"rank"`` for one rank only: the process ends with
+code 9 at the n-th such call) and ``crash_marker`` (a file that keeps it from happening twice; the
+crash makes it). With ``clock`` a training call's metrics say when the rank began and ended it.
 With ``image_bytes`` an image has so many bytes more, so that a tier can be too small for it.
 """
 
@@ -29,6 +29,7 @@ from plexrl_slurm.core import content
 from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import BadImage, BadInput, StorageFull
 from plexrl_slurm.engines.base import RankSpec
+from plexrl_slurm.engines.device_memory import DeviceMemory
 from plexrl_slurm.engines.sampling import check_sample, top_k
 from plexrl_slurm.memory.files import part_name, storage_errors
 from plexrl_slurm.memory.slab import Slab, SlabHeader, SlabTensor
@@ -68,12 +69,23 @@ def _content(state: FakeState) -> str:
     return content.text(content.of_files(state.weights))
 
 
+def fake_memory(spec: RankSpec, *, awake: bool) -> DeviceMemory:
+    """What the options say: ``device_used`` awake, ``device_left`` asleep; of ``device_total``."""
+    used = int(spec.options.get("device_used" if awake else "device_left", 0))
+    total = spec.options.get("device_total")
+    return DeviceMemory(used=used, free=None if total is None else int(total) - used)
+
+
 class Faults:
     """The delays and crashes that ``options`` ask for."""
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
+    def __init__(self, options: Mapping[str, Any], *, rank: int = 0) -> None:
         self._delays = dict(options.get("delay_us", {}))
-        self._crashes = {(crash["kind"], crash["count"]) for crash in options.get("crash_on", ())}
+        self._crashes = {
+            (crash["kind"], crash["count"])
+            for crash in options.get("crash_on", ())
+            if crash.get("rank", rank) == rank
+        }
         self._marker = str(options.get("crash_marker", ""))
         self._calls: Counter[str] = Counter()
 
@@ -99,9 +111,10 @@ class FakeTrainEngine:
 
     def __init__(self, spec: RankSpec) -> None:
         self._spec = spec
-        self._faults = Faults(spec.options)
+        self._faults = Faults(spec.options, rank=spec.rank)
         self._deployment: str | None = None
         self._state: FakeState | None = None
+        self._awake = True
 
     def create(self, deployment: str, body: wire.Create) -> wire.Created:
         self._enter("create")
@@ -138,6 +151,12 @@ class FakeTrainEngine:
         self._state = msgspec.msgpack.decode(data, type=FakeState)
         self._deployment = deployment
         return len(data)
+
+    def swap_images(
+        self, save: Path, load: Path, *, outgoing: str, progress: tuple[int, int], incoming: str
+    ) -> int:
+        moved = self.save_image(save, deployment=outgoing, progress=progress)
+        return moved + self.load_image(load, deployment=incoming)
 
     def forward_backward(self, body: wire.ForwardBackward) -> wire.TrainOutput:
         kind = "forward" if body.forward_only else "forward_backward"
@@ -207,6 +226,19 @@ class FakeTrainEngine:
             self._file(Path(body.path) / "model.safetensors", snapshot)
         return wire.Saved(body.uri, written, _content(state))
 
+    def sleep(self) -> DeviceMemory:
+        self._enter("sleep")
+        self._deployment, self._state, self._awake = None, None, False
+        return self.memory()
+
+    def wake(self) -> DeviceMemory:
+        self._enter("wake")
+        self._awake = True
+        return self.memory()
+
+    def memory(self) -> DeviceMemory:
+        return fake_memory(self._spec, awake=self._awake)
+
     def digest(self) -> str:
         state = self._resident("digest")
         return _hash(state.weights, state.moments, str(state.step), str(self._spec.rank))
@@ -258,6 +290,7 @@ class FakeSampleEngine:
         self._spec = spec
         self._faults = Faults(spec.options)
         self._started = False
+        self._awake = True
         self._model: ModelSpec | None = None
         self._weights = ""
         self._loaded: tuple[str, int, int] | None = None
@@ -295,6 +328,24 @@ class FakeSampleEngine:
         finally:
             self._running.discard(call)
         return self._complete(body, model)
+
+    async def sleep(self) -> DeviceMemory:
+        assert not self._running, f"sleep while {sorted(self._running)} are sampled"
+        await asyncio.sleep(self._faults.delay_s("sleep"))
+        self._model, self._loaded, self._awake = None, None, False
+        return await self.memory()
+
+    async def wake(self) -> DeviceMemory:
+        await asyncio.sleep(self._faults.delay_s("wake"))
+        self._awake = True
+        return await self.memory()
+
+    async def memory(self) -> DeviceMemory:
+        return fake_memory(self._spec, awake=self._awake)
+
+    async def broken(self) -> str:
+        why: str = await asyncio.get_running_loop().create_future()
+        return why
 
     async def close(self) -> None:
         assert not self._running, f"closed while {sorted(self._running)} are sampled"

@@ -41,3 +41,10 @@ def check_torch() -> None:
 
     cuda: str | None = torch.version.cuda
     check_gpus(cuda=cuda, seen=torch.cuda.device_count() if cuda is not None else 0)
+
+
+def has_gpus() -> bool:
+    """Whether engines of this process compute on GPUs."""
+    import torch
+
+    return torch.version.cuda is not None and torch.cuda.device_count() > 0

@@ -106,14 +106,6 @@ class Swapped:
             for part, place in zip(_PARTS, info.tensors, strict=True)
         }
 
-    def release(self) -> None:
-        """Give back the locked buffers."""
-        self.leave()
-        manager = self._swapper.swap_buffer_manager
-        for buffer in manager.all_buffers:
-            self._swapper.aio_handle.free_cpu_locked_tensor(buffer)
-        manager.all_buffers = []
-
     def _swap_out(self, parameter: Any, async_swap: bool = False) -> None:
         if self._target is not None:
             self._point_one(self._index_of(parameter), self._target)

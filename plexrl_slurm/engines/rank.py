@@ -22,7 +22,7 @@ import zmq.asyncio
 from plexrl_slurm import logs, wire
 from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.catalogue import ModelSpec
-from plexrl_slurm.core.errors import BadImage, BadInput, PlexError, StepSkipped, StorageFull
+from plexrl_slurm.core.errors import BadImage, BadInput, DeviceBusy, StepSkipped, StorageFull
 from plexrl_slurm.engines import ranklink
 from plexrl_slurm.engines.base import (
     TRAIN_ENGINES,
@@ -32,6 +32,7 @@ from plexrl_slurm.engines.base import (
     make_sample_engine,
     make_train_engine,
 )
+from plexrl_slurm.engines.device_memory import check_given_back, check_room
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +58,8 @@ class TrainRank:
 
     def __init__(self, engine: TrainEngine, link: "zmq.Socket[bytes]") -> None:
         self._engine, self._link = engine, link
+        #: Device memory in use, as this order's answer says it.
+        self._used = 0
 
     def run(self) -> None:
         """Until told to stop. A failure that is not the input's fault ends the process."""
@@ -66,11 +69,12 @@ class TrainRank:
                 return
             started = now_us()
             moved, result, error, ok = 0, b"", "", True
+            self._used = 0
             try:
                 moved, result = self._perform(order.operation)
             except StepSkipped as problem:
                 result = wire.encode(wire.Failed(str(problem), "user"))
-            except (BadImage, BadInput, StorageFull) as problem:
+            except (BadImage, BadInput, DeviceBusy, StorageFull) as problem:
                 ok, error = False, str(problem)
             self._link.send(
                 ranklink.encode(
@@ -80,6 +84,7 @@ class TrainRank:
                         result=result,
                         error=error,
                         moved_bytes=moved,
+                        used_bytes=self._used,
                         started_us=started,
                         ended_us=now_us(),
                     )
@@ -90,15 +95,16 @@ class TrainRank:
         engine = self._engine
         match operation:
             case ranklink.Load():
-                moved = 0
-                if operation.outgoing:
-                    moved += engine.save_image(
-                        Path(operation.save_path),
-                        deployment=operation.outgoing,
-                        progress=operation.progress,
-                    )
-                moved += engine.load_image(Path(operation.load_path), deployment=operation.incoming)
-                return moved, b""
+                load, incoming = Path(operation.load_path), operation.incoming
+                if not operation.outgoing:
+                    return engine.load_image(load, deployment=incoming), b""
+                return engine.swap_images(
+                    Path(operation.save_path),
+                    load,
+                    outgoing=operation.outgoing,
+                    progress=operation.progress,
+                    incoming=incoming,
+                ), b""
             case ranklink.Save():
                 return engine.save_image(
                     Path(operation.path),
@@ -107,6 +113,15 @@ class TrainRank:
                 ), b""
             case ranklink.Call():
                 return 0, wire.encode(self._call(operation))
+            case ranklink.Sleep(limit=limit):
+                memory = engine.sleep()
+                self._used = memory.used
+                check_given_back(memory, limit=limit, who="the training engine")
+                return 0, b""
+            case ranklink.Wake(needed=needed):
+                check_room(engine.memory(), needed=needed, who="the training engine")
+                self._used = engine.wake().used
+                return 0, b""
             case ranklink.Abort() | ranklink.Stop():
                 return 0, b""
             case _:
@@ -146,13 +161,20 @@ class SampleRank:
 
     async def run(self) -> str | None:
         """Until told to stop (``None``) or broken (why)."""
+        ended = asyncio.create_task(self._engine.broken())
+        try:
+            return await self._serve(ended)
+        finally:
+            ended.cancel()
+
+    async def _serve(self, ended: "asyncio.Task[str]") -> str | None:
         while True:
             receive: asyncio.Future[Any] = asyncio.ensure_future(self._link.recv())
-            either: set[asyncio.Future[Any]] = {receive, self._broken}
+            either: set[asyncio.Future[Any]] = {receive, self._broken, ended}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if self._broken.done():
+            if ended.done() or self._broken.done():
                 receive.cancel()
-                return self._broken.result()
+                return ended.result() if ended.done() else self._broken.result()
             order = ranklink.decode_order(await receive)
             match order.operation:
                 case ranklink.Stop():
@@ -165,10 +187,19 @@ class SampleRank:
 
     async def _work(self, order: ranklink.Order) -> None:
         started = now_us()
-        moved, result, error, ok = 0, b"", "", True
+        moved, result, error, ok, used = 0, b"", "", True, 0
         try:
-            moved, result = await self._perform(order.operation)
-        except (BadImage, BadInput) as problem:
+            match order.operation:
+                case ranklink.Sleep(limit=limit):
+                    memory = await self._engine.sleep()
+                    used = memory.used
+                    check_given_back(memory, limit=limit, who="vLLM")
+                case ranklink.Wake(needed=needed):
+                    check_room(await self._engine.memory(), needed=needed, who="vLLM")
+                    used = (await self._engine.wake()).used
+                case _:
+                    moved, result = await self._perform(order.operation)
+        except (BadImage, BadInput, DeviceBusy) as problem:
             ok, error = False, str(problem)
         except asyncio.CancelledError:
             ok, error = False, "cancelled"
@@ -187,6 +218,7 @@ class SampleRank:
                     result=result,
                     error=error,
                     moved_bytes=moved,
+                    used_bytes=used,
                     started_us=started,
                     ended_us=now_us(),
                 )
@@ -232,6 +264,11 @@ def run_train(spec: RankSpec) -> int:
     return 0
 
 
+async def _say_end(link: zmq.asyncio.Socket, reason: str) -> None:
+    await link.send(ranklink.encode(ranklink.Fatal(reason=reason)))
+    await asyncio.sleep(0.2)
+
+
 async def run_sample(spec: RankSpec) -> int:
     """Serve a sampling engine; returns the exit code."""
     context = zmq.asyncio.Context()
@@ -245,12 +282,12 @@ async def run_sample(spec: RankSpec) -> int:
         await link.send(ranklink.encode(ranklink.Up(pid=os.getpid())))
         why = await SampleRank(engine, link).run()
         if why is not None:
-            raise PlexError(why)
+            await _say_end(link, why)
+            return 1
         await engine.close()
     except Exception as problem:
         traceback.print_exc()
-        await link.send(ranklink.encode(ranklink.Fatal(reason=f"{problem}")))
-        await asyncio.sleep(0.2)
+        await _say_end(link, f"{problem}")
         return 1
     finally:
         link.close()

@@ -42,6 +42,18 @@ class Call(msgspec.Struct, frozen=True, tag="call"):
     publish_path: str = ""
 
 
+class Sleep(msgspec.Struct, frozen=True, tag="sleep"):
+    """Give the device's memory back; what is resident is lost. Not ok if more is left."""
+
+    limit: int
+
+
+class Wake(msgspec.Struct, frozen=True, tag="wake"):
+    """Take the device's memory, unless less than ``needed`` is free: then it is not ok."""
+
+    needed: int
+
+
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
     """Nobody waits for ``order`` any more; sampling ranks only."""
 
@@ -52,7 +64,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """End the process."""
 
 
-Operation: TypeAlias = Load | Save | Call | Abort | Stop
+Operation: TypeAlias = Load | Save | Call | Sleep | Wake | Abort | Stop
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -79,6 +91,8 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
     #: Why it failed.
     error: str = ""
     moved_bytes: int = 0
+    #: Device memory in use after a sleep or wake; see ``device_memory.DeviceMemory``.
+    used_bytes: int = 0
     started_us: int = 0
     ended_us: int = 0
 

@@ -14,7 +14,7 @@ import ctypes
 import io
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import BadInput
 from plexrl_slurm.core.shards import Groups
 from plexrl_slurm.core.zero import ZeroLayout
+from plexrl_slurm.engines import storages
 from plexrl_slurm.engines.batching import MicroBatch
 from plexrl_slurm.engines.buffers import Buffers, ShardedWeights, WholeWeights
 from plexrl_slurm.engines.infinity import Swapped
@@ -56,17 +57,6 @@ _SUB_GROUP_ELEMENTS: Final = 1 << 26
 def dtype_name(tensor: Tensor) -> str:
     """``float32``, ``bfloat16``, …"""
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def copy_bytes(to: Tensor, source: Tensor) -> int:
-    """Copy between contiguous tensors of one dtype and size; returns the bytes."""
-    size: int = source.numel() * source.element_size()
-    if to.device.type == source.device.type == "cpu":
-        # memcpy streams past the cache, which copy_ does not.
-        ctypes.memmove(to.data_ptr(), source.data_ptr(), size)
-    else:
-        to.reshape(-1).view(torch.uint8).copy_(source.reshape(-1).view(torch.uint8))
-    return size
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -127,7 +117,9 @@ class Skeleton:
                 continue
             # What AdamW would make in its first step, so that images can be copied into it.
             self._inner.state[master] = {
-                "step": 0 if layout.offload_optimizer else torch.zeros((), dtype=torch.float32),
+                "step": 0
+                if layout.offload_optimizer
+                else torch.zeros((), dtype=torch.float32, device=master.device),
                 "exp_avg": torch.zeros_like(master.detach()),
                 "exp_avg_sq": torch.zeros_like(master.detach()),
             }
@@ -135,6 +127,8 @@ class Skeleton:
         self.open = False
         #: Where gradients of a loaded open step live.
         self._slots: dict[str, Tensor] = {}
+        #: Its memory, while it sleeps.
+        self._released: storages.Released | None = None
         self._fresh = self.counters()
 
     # -- the state ---------------------------------------------------------------------------
@@ -219,27 +213,36 @@ class Skeleton:
     def prepare(
         self, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
     ) -> dict[str, Tensor]:
-        """Where the tensors of an image with this table belong; moments it lacks are zeroed.
+        """Where the tensors of an image with this table belong; :meth:`settle` comes after them.
 
         Whatever gradients were there are forgotten. Raises ``KeyError`` for a foreign name.
         """
-        places = {**self.weights(), **self._in_memory(self.masters())}
-        moments = self._in_memory(self.moments())
-        if any(name in tensors for name in moments):
-            places |= moments
-        else:
-            for tensor in moments.values():
-                tensor.zero_()
+        places = {
+            **self.weights(),
+            **self._in_memory(self.masters()),
+            **self._in_memory(self.moments()),
+        }
         self._buffers.forget_gradients()
         grads = {name: shape for name, shape in tensors.items() if name.startswith("grad.")}
         for name, (dtype, shape) in grads.items():
             places[name] = self._buffers.place(name, partial(self._slot, name, dtype, shape))
         return {name: places[name] for name in tensors}
 
-    def _slot(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    def _slot(
+        self, name: str, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
+    ) -> Tensor:
         if name not in self._slots:
-            self._slots[name] = torch.empty(shape, dtype=dtype)
+            self._slots[name] = torch.empty(shape, dtype=dtype, device=device)
         return self._slots[name]
+
+    def settle(self, tensors: Collection[str], counters: Mapping[str, int]) -> None:
+        """All tensors of an image are in place: moments that it lacks are zero."""
+        moments = self._in_memory(self.moments())
+        if not any(name in tensors for name in moments):
+            for tensor in moments.values():
+                tensor.zero_()
+        self.set_counters(counters)
+        self.refresh()
 
     def reset_moments(self) -> None:
         """Zero moments and step, as before the first optimizer step."""
@@ -287,17 +290,30 @@ class Skeleton:
         """
         return list(self._buffers.named())
 
-    def release(self) -> None:
-        """Give the memory back; the skeleton cannot be used any more.
+    @property
+    def bytes(self) -> int:
+        """What its tensors take on this rank."""
+        return storages.bytes_of(self._tensors())
 
-        DeepSpeed's hooks keep an engine alive that nobody holds, so its storages go first.
-        """
-        if self.swapped is not None:
-            self.swapped.release()
+    def sleep(self) -> None:
+        """Give the memory back; what was in it is gone, until :meth:`wake` and a new content."""
+        if self._released is None:
+            self._released = storages.Released(self._tensors())
+            if self.swapped is not None:
+                self.swapped.leave()
+            self._slots.clear()
+            self._buffers.forget_gradients()
+            self.open = False
+
+    def wake(self) -> None:
+        """Take the memory again, for :meth:`reset` or :meth:`prepare` to fill."""
+        if self._released is not None:
+            self._released.take()
+            self._released = None
+
+    def _tensors(self) -> list[Tensor]:
         state = {**self._in_memory(self.moments()), **self.gradients()}
-        for tensor in (*self._buffers.all(), *state.values(), *self._slots.values()):
-            tensor.untyped_storage().resize_(0)
-        self._engine.destroy()
+        return [*self._buffers.all(), *state.values(), *self._slots.values()]
 
     # -- computing ---------------------------------------------------------------------------
 

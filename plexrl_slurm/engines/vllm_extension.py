@@ -13,6 +13,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
+from plexrl_slurm.engines.device_memory import on_gpu
+from plexrl_slurm.engines.vllm_host import HostWorker
+
 #: Environment variable with the pid of the rank process.
 RANK_PID: Final = "PLEXRL_RANK_PID"
 
@@ -20,14 +23,52 @@ RANK_PID: Final = "PLEXRL_RANK_PID"
 class WorkerExtension:
     """Mixed into vLLM's worker class; every method can be called by ``collective_rpc``."""
 
+    def plexrl_pids(self) -> tuple[int, int]:
+        """This process, and the one that started it."""
+        return os.getpid(), os.getppid()
+
     def plexrl_load(self, paths: Sequence[str]) -> None:
         """Replace the weights in place by those in some safetensors files."""
         worker: Any = self
-        worker.reload_weights(weights_iterator=_tensors(paths))
+        if worker.device.type == "cpu":
+            self._plexrl_reload(_tensors(paths))
+            return
+        from plexrl_slurm.engines.vllm_layout import DeviceWeights
+
+        if not hasattr(self, "_plexrl_weights"):
+            self._plexrl_weights = DeviceWeights(worker.get_model(), worker.device)
+        self._plexrl_weights.load(dict(_tensors(paths)), reload=self._plexrl_reload)
+
+    def _plexrl_reload(self, tensors: Iterator[tuple[str, Any]]) -> None:
+        """As vLLM does it: every layer is made anew, and packed for its kernels."""
+        worker: Any = self
+        worker.reload_weights(weights_iterator=tensors)
         # A tied head has no tensor of its own, so the reload leaves its packed copy (CPU) stale.
         head: Any = getattr(worker.get_model(), "lm_head", None)
         if worker.model_config.hf_text_config.tie_word_embeddings and hasattr(head, "weight"):
             head.quant_method.process_weights_after_loading(head)
+
+    def plexrl_sleep(self) -> None:
+        """Give the memory of weights and KV cache back; what is in them is gone."""
+        worker: Any = self
+        if worker.device.type != "cpu":
+            worker.sleep(level=2)
+        elif not hasattr(self, "_plexrl_released"):
+            self._plexrl_released = HostWorker(worker).release()
+
+    def plexrl_wake(self) -> None:
+        """Take that memory again; the weights have to be loaded."""
+        worker: Any = self
+        if worker.device.type != "cpu":
+            worker.wake_up()
+        elif hasattr(self, "_plexrl_released"):
+            self._plexrl_released.take()
+            del self._plexrl_released
+
+    def plexrl_memory(self) -> tuple[int, int | None]:
+        """Used and free: of this worker's GPU; without one, what weights and KV cache take."""
+        gpu = on_gpu()
+        return (HostWorker(self).bytes, None) if gpu is None else (gpu.used, gpu.free)
 
 
 def _tensors(paths: Sequence[str]) -> Iterator[tuple[str, Any]]:

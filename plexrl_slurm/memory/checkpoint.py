@@ -12,10 +12,13 @@ from typing import Final
 import msgspec
 
 from plexrl_slurm.core.errors import BadInput
+from plexrl_slurm.memory import claims
 from plexrl_slurm.memory.files import part_name, publish_folder, storage_errors, write_bytes
 
 MANIFEST: Final = "manifest.json"
 _FORMAT: Final = 1
+#: Of folders that this process has begun to write.
+_claims: dict[Path, str] = {}
 
 
 class RankFile(msgspec.Struct, frozen=True):
@@ -42,10 +45,17 @@ class Manifest(msgspec.Struct, frozen=True):
     sharded: bool = False
     #: Parameter groups, by names in DeepSpeed's order; empty: one, in the model's order.
     groups: tuple[tuple[str, ...], ...] = ()
+    #: The folder is a Hugging Face model: it has no optimizer state, and fits any number of ranks.
+    weights_only: bool = False
 
     @property
     def bytes(self) -> int:
         return sum(file.bytes for file in self.files)
+
+
+def encoded(manifest: Manifest) -> bytes:
+    """What its file contains."""
+    return msgspec.json.format(msgspec.json.encode(manifest), indent=1)
 
 
 def rank_file(rank: int) -> str:
@@ -58,26 +68,35 @@ def begin(path: Path) -> Path:
     part = part_name(path)
     with storage_errors(_existing_parent(path), 0):
         path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(part, ignore_errors=True)
+        _claims[part] = claims.claim(path)
+        for left in path.parent.glob(f".{path.name}.*part"):  # whose claim is no more
+            shutil.rmtree(left, ignore_errors=True)
         part.mkdir()
     return part
 
 
 def finish(path: Path, manifest: Manifest) -> None:
-    """Publish the folder that all ranks have filled; called by one rank."""
+    """Publish the folder that all ranks have filled; called by one rank.
+
+    Raises ``BadInput`` if somebody else has begun to write it since: another gang took over.
+    """
     part = part_name(path)
-    write_bytes(part / MANIFEST, encode(manifest))
-    publish_folder(part, path)
-
-
-def encode(manifest: Manifest) -> bytes:
-    """As it is in the file."""
-    return msgspec.json.format(msgspec.json.encode(manifest), indent=1)
+    with claims.publishing(path, _claims.pop(part, "")) as mine:
+        if not mine:
+            raise BadInput(
+                f"{manifest.uri} is being written, or was written, by another gang since this one "
+                f"began: what this one has is dropped"
+            )
+        write_bytes(part / MANIFEST, encoded(manifest))
+        publish_folder(part, path)
 
 
 def abandon(path: Path) -> None:
     """Leave nothing behind of a checkpoint that could not be written."""
-    shutil.rmtree(part_name(path), ignore_errors=True)
+    part = part_name(path)
+    shutil.rmtree(part, ignore_errors=True)
+    if (token := _claims.pop(part, None)) is not None:
+        claims.give_up(path, token)
 
 
 def read_manifest(path: Path, uri: str) -> Manifest:

@@ -26,7 +26,7 @@ from plexrl_slurm.memory.slab import (
 from plexrl_slurm.memory.swap import VERSION, version_folder
 
 _CHUNK: Final = 8 << 20
-_MANIFEST: Final = "manifest.json"
+MANIFEST: Final = "manifest.json"
 _DAMAGED: Final = "is damaged: its checksum is not that of its manifest"
 
 
@@ -80,8 +80,7 @@ def write_image(
     try:
         files, swapped = [], []
         for rank, slab in enumerate(slabs):
-            size = used_bytes(slab)
-            files.append(_copy_in(part, f"rank-{rank}.slab", slab, size))
+            files.append(write_rank(part, slab, rank))
             version = _version(slab, rank, len(slabs), swap)
             if version is None:
                 continue
@@ -96,13 +95,18 @@ def write_image(
             files=tuple(files),
             swapped=tuple(swapped),
         )
-        write_bytes(part / _MANIFEST, msgspec.json.encode(manifest))
-        if not (folder / _MANIFEST).exists():
+        write_bytes(part / MANIFEST, msgspec.json.encode(manifest))
+        if not (folder / MANIFEST).exists():
             publish_folder(part, folder)
             sync_folder(folder.parent.parent)
         return manifest
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def write_rank(part: Path, slab: Path, rank: int) -> RankFile:
+    """Copy one rank's complete slab into an image that is not finished."""
+    return _copy_in(part, f"rank-{rank}.slab", slab, used_bytes(slab))
 
 
 def _copy_in(part: Path, name: str, path: Path, size: int) -> RankFile:
@@ -140,27 +144,36 @@ def _listed(version: Path) -> list[Path]:
 def read_manifest(folder: Path) -> Manifest:
     """Raises ``BadImage`` if there is no complete image."""
     try:
-        return msgspec.json.decode((folder / _MANIFEST).read_bytes(), type=Manifest)
+        return msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
     except OSError as error:
         raise BadImage(str(folder), f"cannot be read ({error.strerror})") from error
     except msgspec.DecodeError as error:
         raise BadImage(str(folder), f"has an unreadable manifest ({error})") from error
 
 
-def read_image(folder: Path, slabs: Sequence[Path], *, swap: Path | None = None) -> Manifest:
+def read_image(
+    folder: Path,
+    slabs: Sequence[Path],
+    *,
+    first: int = 0,
+    world: int | None = None,
+    swap: Path | None = None,
+) -> Manifest:
     """Copy the image in ``folder`` into slabs, which are valid only once all is there and checked;
     and what else there is of it into the deployment's swap folder, ``swap``.
 
-    A slab that exists is overwritten in place: ranks keep their mapping of it.
+    A slab that exists is overwritten in place: ranks keep their mapping of it. ``first``: the rank
+    of the first slab, if another node has ranks, too; ``world``: of all.
     """
-    manifest = read_manifest(folder)
-    if len(manifest.files) != len(slabs):
+    manifest, ranks = read_manifest(folder), world or len(slabs)
+    if len(manifest.files) != ranks:
         raise BadImage(
             str(folder),
-            f"is of {len(manifest.files)} ranks, and {len(slabs)} are to load it",
+            f"is of {len(manifest.files)} ranks, and {ranks} are to load it",
         )
     preludes = []
-    for file, slab in zip(manifest.files, slabs, strict=True):
+    mine = manifest.files[first : first + len(slabs)]
+    for file, slab in zip(mine, slabs, strict=True):
         preludes.append(_read_slab(folder / file.name, file, slab))
     for rank, (prelude, slab) in enumerate(zip(preludes, slabs, strict=True)):
         _read_swapped(folder, manifest, rank, slab, prelude, swap)
@@ -226,6 +239,26 @@ def keep_newest(durable: Path, deployment: str, progress: tuple[int, int]) -> No
     for folder in sorted(home_of(durable, deployment).glob("[0-9]*")):
         if folder.name < kept.name:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def folders_of(home: Path) -> list[Path]:
+    """Images of a deployment, the newest first; ``home``: see :func:`home_of`."""
+    return sorted(home.glob("[0-9]*"), reverse=True)
+
+
+def progress_of(folder: Path) -> tuple[int, int]:
+    """The progress of the image in a folder, which its name says."""
+    seq, _, part = folder.name.partition(".")
+    return int(seq), int(part)
+
+
+def set_aside(folder: Path) -> None:
+    """A damaged image gets a name under which nobody looks for one; it goes with its deployment."""
+    aside = folder.with_name(f"damaged-{folder.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    if folder.exists():
+        folder.rename(aside)
+        sync_folder(folder.parent)
 
 
 def drop_images(durable: Path, deployment: str) -> None:

@@ -116,6 +116,10 @@ class ImageStore:
                 file.seek(0)
                 file.write(unmarked(prelude))
 
+    def forget(self, deployment: str) -> None:
+        """Its slab turned out to be damaged, and is free."""
+        self._held.pop(deployment, None)
+
     def _taken(self) -> set[int]:
         return {held.slot for held in self._held.values()} | self._writing | self._pinned.keys()
 
@@ -132,13 +136,10 @@ class ImageStore:
         self._writing.discard(slot)
 
     def drop(self, deployment: str) -> None:
-        """Forget an image; its slab stays warm for the next one unless there are many free."""
+        """Forget an image; its slab stays warm for the next one unless another is free."""
         self._held.pop(deployment, None)
-        taken = self._taken()
-        free = [slot for slot in self._slots_on_disk() if slot not in taken]
-        for slot in free[2:]:
-            for path in self.paths(slot):
-                path.unlink(missing_ok=True)
+        for slot in self.free_slots()[1:]:
+            self.delete(slot)
 
     def keep_only(self, deployments: Iterable[str]) -> None:
         """Drop every image of a deployment that is not named."""

@@ -198,9 +198,13 @@ class Slab:
 
     def views(self, tensors: Sequence[SlabTensor]) -> list[memoryview]:
         """Writable bytes of the tensors. They keep the mapping alive; let them go soon."""
-        assert self._map is not None
-        whole = memoryview(self._map)
+        whole = self.whole()
         return [whole[tensor.offset : tensor.offset + tensor.bytes] for tensor in tensors]
+
+    def whole(self) -> memoryview:
+        """All that is mapped. It keeps the mapping alive."""
+        assert self._map is not None
+        return memoryview(self._map)
 
     def _grow(self, needed: int) -> None:
         new = not self.path.exists()

@@ -326,6 +326,7 @@ def _node(item: Mapping[str, Any]) -> NodeStatus:
         gpu_type=gpu_type,
         partitions=_names(item.get("partitions")),
         features=_names(item.get("features")),
+        address=_text(item, "address"),
     )
 
 

@@ -100,6 +100,8 @@ class NodeStatus:
     gpu_type: str = ""
     partitions: tuple[str, ...] = ()
     features: tuple[str, ...] = ()
+    #: ``NodeAddr``: where other nodes reach it.
+    address: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -124,6 +124,7 @@ def _node(node: Any) -> dict[str, Any]:
         "tres_used": _tres(_counts(node.allocated_gres)),
         "partitions": node.partitions,
         "features": node.available_features,
+        "address": node.address,
     }
 
 

@@ -22,10 +22,22 @@ class WpgConfig(msgspec.Struct, frozen=True):
     cores: list[int]
     #: Which of the node's GPUs, counted from 0 in the order of its CUDA_VISIBLE_DEVICES.
     devices: list[int] = []
+    #: Nodes that it lies on, each with an equal share of its ranks, and which of them this is.
+    nodes: int = 1
+    number: int = 0
+
+    @property
+    def ranks(self) -> range:
+        """Of this node."""
+        here = self.world // self.nodes
+        return range(self.number * here, (self.number + 1) * here)
 
 
 class ImageHeld(msgspec.Struct, frozen=True):
-    """A complete image of a training deployment in the agent's host tier."""
+    """A complete image of a training deployment in the agent's host tier.
+
+    Of a WPG over several nodes: this node's share of one, and there may be two of a deployment.
+    """
 
     wpg: str
     deployment: str
@@ -75,11 +87,35 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     restarts: int = 0
 
 
+class StockImage(msgspec.Struct, frozen=True):
+    """A complete image in one tier of a node."""
+
+    wpg: str
+    deployment: str
+    #: ``host`` or ``nvme``.
+    tier: str
+    progress: tuple[int, int]
+    bytes: int
+    #: It was switched in or out; 0: not since the agent's start.
+    last_use_us: int
+
+
+class Stock(msgspec.Struct, frozen=True):
+    """What the tiers of a node hold."""
+
+    images: list[StockImage]
+    #: Bytes of all copies on NVMe, and of those that are being written; its budget, or ``None``.
+    nvme_used: int = 0
+    nvme_limit: int | None = None
+
+
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
     """The agent lives."""
 
     agent: str
     epoch: int
+    #: If it is another than it said last.
+    stock: Stock | None = None
 
 
 class WpgChanged(msgspec.Struct, frozen=True, tag="wpg"):
@@ -94,29 +130,52 @@ class WpgChanged(msgspec.Struct, frozen=True, tag="wpg"):
     at_us: int
 
 
+class ImagesLeft(msgspec.Struct, frozen=True):
+    """See ``core.messages.ImagesLeft``."""
+
+    image: tuple[int, int] | None
+    durable: tuple[int, int] | None
+    #: What is wrong with newer ones, a sentence each.
+    damaged: list[str]
+
+
 class Done(msgspec.Struct, frozen=True, tag="done"):
     """An order ended."""
 
     number: int
     wpg: str
     order: str
-    #: ``run``, ``switch``, ``save`` or ``persist``.
+    #: ``run``, ``switch``, ``save``, ``persist`` or ``evict``; of a part: ``fetch`` and ``share``,
+    #: too.
     what: str
     ok: bool
-    #: Of a persist: the deployment, and the progress that is durable now.
+    #: Of a persist: the deployment, and the progress that is durable now. Of a switch: the
+    #: incoming deployment.
     deployment: str = ""
     progress: tuple[int, int] = (0, 0)
     call: str = ""
     part: int = 0
-    #: Encoded ``wire.Result`` of a run.
+    #: Encoded ``wire.Result`` of a run; of a share, encoded ``memory.shares.Share``.
     result: bytes = b""
     error: str = ""
     moved_bytes: int = 0
     started_us: int = 0
     ended_us: int = 0
+    #: Of a training switch: what there is of the incoming. Of a persist that has no image to copy.
+    left: ImagesLeft | None = None
 
 
-Report: TypeAlias = Hello | Beat | WpgChanged | Done
+class PartReady(msgspec.Struct, frozen=True, tag="ready"):
+    """Answer to :class:`PrepareOrder`: no rank of an earlier incarnation lives here."""
+
+    wpg: str
+    incarnation: int
+    #: Free on this node a moment ago, for the ranks to find each other.
+    port: int
+    images: list[ImageHeld]
+
+
+Report: TypeAlias = Hello | Beat | WpgChanged | Done | PartReady
 
 # ---- daemon to agent ----------------------------------------------------------------------
 
@@ -161,6 +220,8 @@ class SwitchOrder(msgspec.Struct, frozen=True, tag="switch"):
     #: Folder of the incoming's durable image, for an agent that has no image as new as this.
     durable_path: str = ""
     durable_progress: tuple[int, int] = (0, 0)
+    #: Of a WPG over several nodes: the image to load, which every node has.
+    image: tuple[int, int] | None = None
 
 
 class SaveOrder(msgspec.Struct, frozen=True, tag="save"):
@@ -186,6 +247,24 @@ class PersistOrder(msgspec.Struct, frozen=True, tag="persist"):
     folder: str
     #: Progress of the newest durable image that is written down; older ones may go.
     known: tuple[int, int] | None = None
+    #: Of a WPG over several nodes: the image to copy, and the name of the copy that all its nodes
+    #: write into. Each writes its share; with ``shares``, what they said, one makes it whole.
+    image: tuple[int, int] | None = None
+    share: str = ""
+    shares: list[bytes] = []
+
+
+class EvictOrder(msgspec.Struct, frozen=True, tag="evict"):
+    """An image leaves host memory, as another complete copy of it exists or can be made."""
+
+    epoch: int
+    id: str
+    wpg: str
+    deployment: str
+    #: ``nvme`` or ``durable``.
+    to: str
+    #: Progress of its newest durable image, if it is to be left to that.
+    durable: tuple[int, int] | None = None
 
 
 class RunOrder(msgspec.Struct, frozen=True, tag="run"):
@@ -231,6 +310,54 @@ class StopOrder(msgspec.Struct, frozen=True, tag="stop"):
     keep_host: bool = False
 
 
+# -- to the agents of a WPG that lies on several nodes ------------------------------------------
+
+
+class PrepareOrder(msgspec.Struct, frozen=True, tag="prepare"):
+    """End the ranks of every earlier incarnation. Ends in :class:`PartReady`."""
+
+    epoch: int
+    wpg: str
+    #: 0: the WPG is no more; its images are garbage, and nothing is to be answered.
+    incarnation: int
+
+
+class StartOrder(msgspec.Struct, frozen=True, tag="start"):
+    """Every node is ready: start the ranks of this incarnation."""
+
+    epoch: int
+    wpg: str
+    incarnation: int
+    #: Where rank 0 waits for the others.
+    address: str
+    port: int
+    #: Keeps ranks of another incarnation out; also the writer's name in what they write.
+    name: str
+
+
+class FetchOrder(msgspec.Struct, frozen=True, tag="fetch"):
+    """Have this image in the host tier, for the switch that follows."""
+
+    epoch: int
+    id: str
+    wpg: str
+    deployment: str
+    image: tuple[int, int]
+    #: Folder of the durable image with this progress; "": every node has it.
+    durable_path: str = ""
+
+
+class SettleOrder(msgspec.Struct, frozen=True, tag="settle"):
+    """Which image of a deployment every node has: it is the image, all others of it may go.
+
+    ``None``: there is none.
+    """
+
+    epoch: int
+    wpg: str
+    images: dict[str, tuple[int, int] | None]
+
+
 Command: TypeAlias = (
     WhoAreYou
     | Welcome
@@ -238,10 +365,15 @@ Command: TypeAlias = (
     | SwitchOrder
     | SaveOrder
     | PersistOrder
+    | EvictOrder
     | RunOrder
     | AbortOrder
     | DropOrder
     | StopOrder
+    | PrepareOrder
+    | StartOrder
+    | FetchOrder
+    | SettleOrder
 )
 
 _encoder = msgspec.msgpack.Encoder()

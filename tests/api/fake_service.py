@@ -35,6 +35,7 @@ from plexrl_slurm.core.errors import (
     UnknownModel,
 )
 from plexrl_slurm.core.ids import CallId, JobId, SlurmId
+from tests.api.fake_state import FakeState
 
 TOKEN_A = "tml-job-a"
 TOKEN_B = "tml-job-b"
@@ -65,7 +66,7 @@ class Model:
     calls: dict[int, CallId] = field(default_factory=dict)
 
 
-class FakeService:
+class FakeService(FakeState):
     def __init__(self, models: Mapping[str, ModelSpec]) -> None:
         self.models = models
         self.sessions: dict[str, JobId | None] = {}

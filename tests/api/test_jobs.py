@@ -182,3 +182,29 @@ def test_state_is_asked_for_by_job_and_files_come_as_they_are(api: Api) -> None:
         assert answer.headers["content-type"] == "application/octet-stream"
         for wrong in ({"offset": -1}, {"length": 2**63}, {"name": "n" * 2000}):
             assert http.get(f"{base}/piece", params={**piece, **wrong}).status_code == 400
+
+
+def test_weights_are_imported_in_pieces_of_plain_bytes(api: Api) -> None:
+    asked = {
+        "name": "mine",
+        "model": "tiny",
+        "config": {"vocab_size": 8},
+        "tensors": {"w": ["F32", [2, 4]]},
+        "files": {"model.safetensors": 99},
+    }
+    with api.unix() as http:
+        base = "/plexrl/v1/jobs/7/state/import"
+        assert http.post(base, json=asked).json() == {"import_id": "mine", "model": "tiny"}
+        assert http.post(base, json=asked | {"more": 1}).status_code == 400
+        piece = http.put(f"{base}/mine?name=model.safetensors&offset=5", content=b"\0\xff{")
+        assert piece.json() == {"bytes": 3, "name": "model.safetensors", "offset": 5}
+        ended = http.post(f"{base}/mine/finish", json={"sha256": {"model.safetensors": "ab"}})
+        assert ended.json() == {"uri": "mine", "sha256": {"model.safetensors": "ab"}}
+
+
+def test_images_are_evicted_by_job_or_one_by_one(api: Api) -> None:
+    with api.unix() as http:
+        base = "/plexrl/v1/jobs/7/state/evict"
+        assert http.post(base, json={}).json() == {"job_id": 7, "deployment": "", "to": "nvme"}
+        asked = {"deployment": "s7-1:train:0", "to": "durable"}
+        assert http.post(base, json=asked).json() == {"job_id": 7, **asked}

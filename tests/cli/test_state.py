@@ -290,3 +290,39 @@ def test_a_folder_that_appears_meanwhile_is_left_alone(
     assert done.exit_code == 65 and "exists" in done.stderr
     assert list((home / "out").iterdir()) == []
     assert [path.name for path in home.iterdir() if "part" in path.name] == []
+
+
+def test_a_folder_that_holds_no_model_is_not_imported(
+    plexrl: Plexrl, daemon: FakeDaemon, home: Path
+) -> None:
+    serve(daemon)
+    missing = plexrl("state", "import", "101", "nowhere")
+    assert missing.exit_code == 65 and "there is no folder nowhere" in missing.stderr
+    (home / "empty").mkdir()
+    empty = plexrl("state", "import", "101", "empty")
+    assert empty.exit_code == 65 and "empty has no weights" in empty.stderr
+    several = plexrl("state", "import", "101,101", "empty")
+    assert several.exit_code in (2, 65)
+
+
+@pytest.mark.parametrize(("subject", "deployment"), [("101", ""), ("s1-1:train:0", "s1-1:train:0")])
+def test_evict_takes_a_job_or_a_deployment(
+    plexrl: Plexrl, daemon: FakeDaemon, subject: str, deployment: str
+) -> None:
+    serve(daemon)
+    row = {"id": "s1-1:train:0", "node": "n1", "to": "durable", "bytes": 7}
+    daemon.answers["POST /jobs/1/state/evict"] = {"job_id": 1, "evicted": [row]}
+    done = plexrl("state", "evict", subject, "--to", "durable", "--json")
+    assert json.loads(done.stdout)["evicted"] == [row]
+    assert daemon.body("POST /jobs/1/state/evict") == {"deployment": deployment, "to": "durable"}
+    assert "s1-1:train:0 n1 durable 7" in " ".join(plexrl("state", "evict", subject).stdout.split())
+
+
+def test_evict_says_why_an_image_stays(plexrl: Plexrl, daemon: FakeDaemon) -> None:
+    serve(daemon)
+    said = {"error": "s1-1:train:0 stays where it is: its node has no nvme_dir", "exit_code": 65}
+    daemon.answers["POST /jobs/1/state/evict"] = (400, said)
+    done = plexrl("state", "evict", "101")
+    assert done.exit_code == 65 and "has no nvme_dir" in done.stderr
+    unknown = plexrl("state", "evict", "x:y")
+    assert unknown.exit_code == 65 and "neither a job nor a deployment" in unknown.stderr

@@ -18,6 +18,7 @@ from plexrl_slurm.core.messages import (
     Drained,
     Finish,
     Forget,
+    ImagesLeft,
     Persist,
     Persisted,
     Run,
@@ -52,9 +53,10 @@ class Hand:
         policy: str = "hrrs",
         image_every: int = 10,
         durable_every: int | None = None,
+        spare_images: bool = False,
     ) -> None:
         self.wpg, self.now, self.policy, self.image_every = wpg, SECOND, policy, image_every
-        self.durable_every = durable_every
+        self.durable_every, self.spare_images = durable_every, spare_images
         self.core = self.make_core()
         self.charges: list[Charge] = []
         self.wakes: list[int] = []
@@ -66,6 +68,7 @@ class Hand:
             costs=SwitchCosts(),
             image_every=self.image_every,
             durable_every=self.durable_every,
+            spare_images=self.spare_images,
         )
 
     def restart(self) -> None:
@@ -126,10 +129,20 @@ class Hand:
         return self._then(self.core.handle(event))
 
     def persisted(
-        self, deployment: Deployment, progress: tuple[int, int], *, ok: bool = True
+        self,
+        deployment: Deployment,
+        progress: tuple[int, int],
+        *,
+        ok: bool = True,
+        left: ImagesLeft | None = None,
     ) -> list[AnyInstruction]:
         event = Persisted(
-            deployment=deployment.id, progress=progress, ok=ok, at_us=self.now, cause=CAUSE
+            deployment=deployment.id,
+            progress=progress,
+            ok=ok,
+            left=left,
+            at_us=self.now,
+            cause=CAUSE,
         )
         return self._then(self.core.handle(event))
 
@@ -139,6 +152,7 @@ class Hand:
         image: tuple[int, int] | None = None,
         applied: tuple[int, int] = (0, 0),
         durable: tuple[int, int] | None = None,
+        spare: tuple[int, int] | None = None,
     ) -> list[AnyInstruction]:
         out: list[AnyInstruction] = []
         for deployment in deployments:
@@ -147,6 +161,7 @@ class Hand:
                 image=image,
                 applied=applied,
                 durable=durable,
+                spare=spare,
                 at_us=self.now,
                 cause=CAUSE,
             )
@@ -175,13 +190,19 @@ class Hand:
         return self._then(self.core.handle(event))
 
     def switched(
-        self, *, ok: bool = True, moved_bytes: int = 0, error: str = ""
+        self,
+        *,
+        ok: bool = True,
+        moved_bytes: int = 0,
+        error: str = "",
+        left: ImagesLeft | None = None,
     ) -> list[AnyInstruction]:
         event = SwitchEnded(
             wpg=self.wpg.id,
             ok=ok,
             moved_bytes=moved_bytes,
             error=error,
+            left=left,
             at_us=self.now,
             cause=CAUSE,
         )

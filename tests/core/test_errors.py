@@ -15,6 +15,7 @@ from plexrl_slurm.core.errors import (
     DaemonUnavailable,
     DatabaseUnavailable,
     Denied,
+    DeviceBusy,
     InvalidTransition,
     ModelTooLarge,
     NotAdmitted,
@@ -32,6 +33,7 @@ from tests.tree import modules
 
 EXAMPLES: list[tuple[PlexError, str]] = [
     (PlexError(), "PlexRL could not do what was asked."),
+    (DeviceBusy("rollout-0 sleeps: see nvidia-smi"), "rollout-0 sleeps: see nvidia-smi"),
     (StepSkipped("the gradient is not finite"), "the gradient is not finite"),
     (BadInput("max_tokens is 0: ask for at least 1"), "max_tokens is 0: ask for at least 1"),
     (BadScript("job.sh", 3, "unknown option --modle"), "job.sh:3: unknown option --modle"),

@@ -2,9 +2,11 @@
 
 import pytest
 
+from plexrl_slurm import whereabouts
 from plexrl_slurm.core.errors import BadInput
 from plexrl_slurm.core.ids import JobId
-from plexrl_slurm.core.policy import Candidate, Rule, find_policy
+from plexrl_slurm.core.policy import POLICIES, Candidate, Rule, find_policy
+from plexrl_slurm.settings import Settings
 
 MS, SECOND = 1_000, 1_000_000
 
@@ -12,13 +14,14 @@ MS, SECOND = 1_000, 1_000_000
 def one(
     job: int, *, waited: float = 0, switch: float = 0, rest: float = 1, step: float = 100,
     phase: float = 0, resident: bool = False, mid: bool = False, virtual: bool = False,
-    turn: int = 0, weight: int = 1,
+    turn: int = 0, weight: int = 1, slack: float = 0, attained: float = 0,
 ) -> Candidate:  # fmt: skip
     return Candidate(
         key=f"job {job}", job=JobId(job), weight=weight, waited_us=int(waited * SECOND),
         switch_us=int(switch * SECOND), remaining_us=int(rest * SECOND),
         step_us=int(step * SECOND), phase_waited_us=int(phase * SECOND), resident=resident,
         mid_phase=mid, virtual=virtual, turn=turn,
+        slack_us=int(slack * SECOND), attained_us=int(attained * SECOND),
     )  # fmt: skip
 
 
@@ -53,6 +56,26 @@ CASES = [
                  Rule.LONG_OVERDUE, id="two steps in a phase come before one step of a call"),
     pytest.param("hrrs", [one(1, waited=22, step=10), one(2, waited=25, step=12)], 1,
                  Rule.LONG_OVERDUE, id="the longest overdue goes first"),
+    pytest.param("atc_h", [one(1, rest=2), one(2, rest=1)], 2, Rule.INDEX,
+                 id="atc: the shorter rest"),
+    pytest.param("atc_h", [one(1), one(2, step=50)], 2, Rule.INDEX,
+                 id="atc: whose step is shorter loses more by a wait"),
+    pytest.param("atc_h", [one(1), one(2, rest=0.5, slack=5)], 1, Rule.INDEX,
+                 id="atc: a job that still samples has time"),
+    pytest.param("atc_h", [one(1), one(2, rest=0.5, slack=0.5)], 2, Rule.INDEX,
+                 id="atc: but not when its rollout ends before its phase would"),
+    pytest.param("atc_h", [one(1), one(2, switch=0.5, rest=0.6)], 1, Rule.INDEX,
+                 id="atc: a switch counts as work"),
+    pytest.param("atc_h", [HELD, one(2, rest=0.21)], 1, Rule.HYSTERESIS,
+                 id="atc: a phase is not left for a little"),
+    pytest.param("atc_h", [HELD, one(2, rest=0.19)], 2, Rule.INDEX,
+                 id="atc: a phase is left for five times the index"),
+    pytest.param("least_attained", [one(1, attained=2, waited=5), one(2, attained=1)], 2,
+                 Rule.INDEX, id="least attained: who has had least"),
+    pytest.param("least_attained", [one(1, attained=3, weight=2), one(2, attained=2)], 1,
+                 Rule.INDEX, id="least attained: for its weight"),
+    pytest.param("least_attained", [HELD, one(2, attained=0)], 1, Rule.INDEX,
+                 id="least attained: but the resident ends first"),
     pytest.param("fifo", [HELD, one(2, waited=1), one(3, waited=2)], 3, Rule.INDEX,
                  id="fifo: who waited longest"),
     pytest.param("drain_first", [HELD, one(2, waited=50)], 1, Rule.INDEX,
@@ -74,5 +97,10 @@ def test_choice(policy: str, candidates: list[Candidate], winner: int, rule: Rul
 
 
 def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(BadInput, match="no policy 'best': choose one of hrrs, fifo"):
+    with pytest.raises(BadInput, match="no policy 'best': choose one of atc_h, hrrs"):
         find_policy("best")
+
+
+def test_the_configuration_knows_every_policy() -> None:
+    assert set(whereabouts.POLICIES) == set(POLICIES)
+    assert whereabouts.POLICIES[0] == Settings.__dataclass_fields__["policy"].default == "atc_h"

@@ -154,7 +154,7 @@ def test_what_an_agent_was_told_to_drop_is_on_none_of_its_devices(
                 host_dir=str(tmp_path / "host"),
             )
         )
-        agent._resident |= {"train-0": "moved", "train-1": "stays"}
+        agent._orders.resident |= {"train-0": "moved", "train-1": "stays"}
         said = [tm.DropOrder(epoch=1, deployments=["moved"], snapshots=[])]
 
         async def receive() -> tm.Command:
@@ -165,7 +165,7 @@ def test_what_an_agent_was_told_to_drop_is_on_none_of_its_devices(
         monkeypatch.setattr(agent._link, "receive", receive)
         hearing = asyncio.create_task(agent._hear_daemon())
         await asyncio.sleep(0.02)
-        assert agent._resident == {"train-1": "stays"}
+        assert agent._orders.resident == {"train-1": "stays"}
         hearing.cancel()
         agent._link.close()
         agent._inbox.close()

@@ -1,5 +1,6 @@
 """The script of a hold: what sbatch is told, and what runs on the nodes."""
 
+import dataclasses
 import errno
 import os
 import subprocess
@@ -13,7 +14,7 @@ from plexrl_slurm.core.ids import SlurmId
 from plexrl_slurm.daemons.agent_config import AgentConfig, devices_of, visible_gpus
 from plexrl_slurm.daemons.hold_hygiene import refuse_others
 from plexrl_slurm.daemons.hold_job import comment_of, is_hold, is_of_another, submit_hold
-from plexrl_slurm.settings import Settings
+from plexrl_slurm.settings import Settings, WpgSettings
 from plexrl_slurm.slurm.port import BatchJob, JobStatus, SlurmState
 from plexrl_slurm.slurm_settings import ComponentSettings, HoldSettings, SlurmSettings
 
@@ -168,3 +169,27 @@ def test_a_wpg_gets_its_share_of_the_nodes_gpus_or_says_that_they_are_not_there(
     assert devices_of([0, 1], ["4"]) is None
     assert devices_of([0], []) is None
     assert devices_of([0], None) == devices_of([], ["4"]) == ""
+
+
+def test_without_slurm_a_wpg_of_two_nodes_has_two_agents_with_folders_of_their_own(
+    tmp_path: Path,
+) -> None:
+    port: Any = Port()
+    local = dataclasses.replace(
+        settings(tmp_path),
+        hold=HoldSettings(),
+        slurm=None,
+        wpgs=(WpgSettings(pool="train", engine="fake_train", gpus=2, nodes=2),),
+    )
+    submit_hold(port, local, "h3", endpoint="tcp://127.0.0.1:5", exclude=())
+    configs = [
+        AgentConfig.read(tmp_path / "holds" / name) for name in ("h3.json", "h3.localhost-2.json")
+    ]
+    assert [config.node for config in configs] == ["localhost", "localhost-2"]
+    assert len({config.agent for config in configs}) == len({c.host_dir for c in configs}) == 2
+    for loop, word in (("h3.sh", "first"), ("h3.localhost-2.sh", "second")):
+        (tmp_path / "holds" / loop).write_text(f"#!/bin/sh\nsleep 0.1\necho {word}\n")
+    done = subprocess.run(
+        ["bash", "-c", port.job.script], capture_output=True, text=True, timeout=10, check=True
+    )
+    assert sorted(done.stdout.split()) == ["first", "second"]

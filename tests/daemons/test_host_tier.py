@@ -78,7 +78,7 @@ def test_a_snapshot_that_another_agent_is_writing_is_left_to_it(
 ) -> None:
     mine, other = tier_in(tmp_path), tier_in(tmp_path, "h2.0")
     path = other.snapshot("s")
-    monkeypatch.setenv(WRITER, other.writer)
+    monkeypatch.setenv(WRITER, f"{other.writer}.3")  # of the gang's third start
     being_written = part_name(path)
     being_written.write_bytes(b"half")
     mine.drop(tm.DropOrder(epoch=1, deployments=[], snapshots=["s"]))

@@ -11,14 +11,15 @@ from plexrl_slurm.daemons.layout import (
     Room,
     WpgSlot,
     find_again,
+    in_order,
     lay_out,
     wpg_slots,
 )
 from plexrl_slurm.settings import Settings, WpgSettings
 
 
-def slots(*tables: tuple[str, int, int]) -> tuple[WpgSlot, ...]:
-    """``(pool, gpus, count)`` each."""
+def slots(*tables: tuple[str, int, int], nodes: int = 1) -> tuple[WpgSlot, ...]:
+    """``(pool, gpus, count)`` each; training WPGs lie on ``nodes``."""
     engines = {"train": "fake_train", "rollout": "fake_sample"}
     return wpg_slots(
         Settings(
@@ -28,7 +29,13 @@ def slots(*tables: tuple[str, int, int]) -> tuple[WpgSlot, ...]:
             host_dir=Path(),
             host_bytes=1,
             wpgs=tuple(
-                WpgSettings(pool=pool, engine=engines[pool], gpus=gpus, count=count)
+                WpgSettings(
+                    pool=pool,
+                    engine=engines[pool],
+                    gpus=gpus,
+                    count=count,
+                    nodes=nodes if pool == "train" else 1,
+                )
                 for pool, gpus, count in tables
             ),
         )
@@ -103,12 +110,49 @@ def test_a_restart_finds_the_same_layout() -> None:
         for held in made
     ]
     by_place = {(each.place.component, each.place.node): each for each in rooms}
-    again = find_again(wanted, "h1", rows, by_place)
+    again = find_again(wanted, rows, by_place)
     assert sorted(again, key=lambda held: held.id) == sorted(made, key=lambda held: held.id)
 
 
 def test_what_is_no_longer_configured_is_not_found_again() -> None:
     rows = [Found(name="train-0", slot="train-0", component=0, node="n1")]
     rooms = {(0, "n1"): room(0, "n1", Pool.TRAIN, 4)}
-    assert find_again(slots(("rollout", 1, 1)), "h1", rows, rooms) == ()
-    assert find_again(slots(("train", 1, 1)), "h1", rows, {}) == ()
+    assert find_again(slots(("rollout", 1, 1)), rows, rooms) == ()
+    assert find_again(slots(("train", 1, 1)), rows, {}) == ()
+
+
+def test_a_wpg_of_several_nodes_has_neighbours_and_as_many_gpus_on_each() -> None:
+    rooms = [
+        *(room(0, f"n{n}", Pool.TRAIN, 4) for n in (1, 2, 3)),
+        room(1, "n9", Pool.ROLLOUT, 1),
+    ]
+    found = lay_out(slots(("train", 6, 1), ("rollout", 1, 1), nodes=2), rooms, taken=())
+    assert [(held.nodes, held.wpg.gpus) for held in found] == [("n1,n2", 6), ("n9", 1)]
+    configs = [found[0].config(number) for number in (0, 1)]
+    assert [(c.world, c.gpus, list(c.ranks), c.devices) for c in configs] == [
+        (6, 6, [0, 1, 2], [0, 1, 2]),
+        (6, 6, [3, 4, 5], [0, 1, 2]),
+    ]
+
+
+def test_neighbours_are_of_one_component() -> None:
+    rooms = [room(0, "n1", Pool.TRAIN, 2), room(1, "n2", Pool.TRAIN, 2)]
+    assert lay_out(slots(("train", 4, 1), nodes=2), rooms, taken=()) == ()
+
+
+def test_nodes_are_neighbours_as_people_count_them() -> None:
+    places = [Place(hold="h1", component=c, node=n) for c, n in ((1, "a1"), (0, "n10"), (0, "n2"))]
+    assert [place.node for place in in_order(places)] == ["n2", "n10", "a1"]
+
+
+def test_a_restart_finds_the_same_neighbours_and_nothing_of_a_lost_one() -> None:
+    wanted = slots(("train", 4, 2), nodes=2)
+    rooms = [room(0, f"n{n}", Pool.TRAIN, 4) for n in (1, 2)]
+    made = lay_out(wanted, rooms, taken=())
+    assert [held.devices for held in made] == [(0, 1), (2, 3)]
+    rows = [Found(name=held.id, slot=held.slot.name, component=0, node=held.nodes) for held in made]
+    by_place = {(0, each.place.node): each for each in rooms}
+    assert find_again(wanted, rows, by_place) == made
+    del by_place[0, "n2"]
+    assert find_again(wanted, rows, by_place) == ()
+    assert find_again(slots(("train", 4, 2)), rows, by_place) == ()

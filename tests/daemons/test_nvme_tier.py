@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from plexrl_slurm.core.errors import BadImage, Denied
+from plexrl_slurm.core.errors import Denied
 from plexrl_slurm.daemons.host_tier import HostTier
 from plexrl_slurm.daemons.nvme_tier import NvmeTier
 from plexrl_slurm.memory import swap
@@ -183,15 +183,17 @@ def test_a_full_nvme_gives_up_what_is_in_memory_as_well_and_no_last_copy(tmp_pat
     asyncio.run(scene())
 
 
-def test_a_damaged_copy_fails_the_switch_with_a_sentence(tmp_path: Path) -> None:
+def test_a_damaged_copy_is_dropped_with_a_sentence(tmp_path: Path) -> None:
     async def scene() -> None:
         tier = await filled(tmp_path, *"abc")
         (slab,) = (tmp_path / "nvme").rglob("rank-0.slab")
         with slab.open("r+b") as file:
             file.seek(9000)
             file.write(b"!")
-        with pytest.raises(BadImage, match=r"rank-0.slab: is damaged: block 0"):
-            await tier.begin_switch(switch("a"))
+        passage = await tier.begin_switch(switch("a"))
+        assert passage.held is None and passage.left is not None and passage.left.image is None
+        assert "rank-0.slab: is damaged: block 0" in passage.left.damaged[0]
+        assert "a" not in all_of(tier)
         await bring(tier, "b")
 
     asyncio.run(scene())

@@ -11,7 +11,7 @@ import pytest
 from plexrl_slurm.api.service import Principal
 from plexrl_slurm.core.errors import BadInput, NotFound
 from plexrl_slurm.core.ids import DeploymentId
-from plexrl_slurm.daemons.shell import Durable
+from plexrl_slurm.daemons.orders import Durable
 from plexrl_slurm.daemons.state import LiveJob, LiveSnapshot, Sampler
 from plexrl_slurm.db import checkpoints
 from plexrl_slurm.db.models import CheckpointKind

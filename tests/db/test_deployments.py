@@ -103,6 +103,23 @@ def test_a_durable_image_counts_only_if_it_is_newer(session: Session) -> None:
     assert (row.durable_seq, row.durable_part, row.durable_path) == (5, 0, "/shared/c")
 
 
+def test_a_deployment_that_falls_back_has_the_older_images_only(session: Session) -> None:
+    model = add_deployment(session, add_job(session))
+    for tier, seq in (("host", 4), ("nvme", 9)):
+        deployments.image_completed(
+            session, model, wpg=TRAIN, tier=tier, progress=(seq, 0), bytes=77, now_us=1
+        )
+    deployments.persisted(session, model, progress=(9, 0), path="/shared/c")
+    deployments.fell_back(session, model, image=(4, 0), durable=(2, 1), path="/shared/b", now_us=2)
+    row = deployments.get_deployment(session, model)
+    assert (row.durable_seq, row.durable_part, row.durable_path) == (2, 1, "/shared/b")
+    assert (row.image_seq, [each.seq for each in deployments.images_of(session, model)]) == (4, [4])
+    deployments.fell_back(session, model, image=None, durable=None, path="", now_us=3)
+    row = deployments.get_deployment(session, model)
+    assert (row.durable_seq, row.durable_path, row.image_seq) == (None, "", None)
+    assert deployments.images_of(session, model) == []
+
+
 def test_a_deployment_that_moves_leaves_its_host_image_behind(session: Session) -> None:
     model = add_deployment(session, add_job(session))
     deployments.image_completed(

@@ -90,13 +90,59 @@ def test_multiplexed_learning_is_bit_identical(
     for name in jobs:
         engine.create(name, CREATE)
         engine.save_image(tmp_path / name, deployment=name, progress=(1, 0))
+    slabs = {name: tmp_path / name for name in (*jobs, "spare")}
+    resident = "b"
     for who, operations in TURNS:
-        engine.load_image(tmp_path / who, deployment=who)
+        if who != resident:
+            moved = engine.swap_images(
+                slabs["spare"],
+                slabs[who],
+                outgoing=resident,
+                progress=(jobs[resident].calls, 0),
+                incoming=who,
+            )
+            assert moved == sum(read_header(slabs[name]).bytes for name in ("spare", who))
+            slabs[resident], slabs["spare"] = slabs["spare"], slabs[resident]
+            resident = who
         jobs[who].run(engine, operations)
-        engine.save_image(tmp_path / who, deployment=who, progress=(jobs[who].calls, 0))
+    engine.save_image(slabs[resident], deployment=resident, progress=(9, 9))
     for name, job in jobs.items():
-        engine.load_image(tmp_path / name, deployment=name)
+        engine.load_image(slabs[name], deployment=name)
         assert (job.told, engine.digest()) == run_alone(spec, name)
+
+
+def test_who_comes_without_moments_does_not_get_those_of_who_leaves(
+    engine: DeepSpeedEngine, tmp_path: Path
+) -> None:
+    engine.create("fresh", CREATE)
+    fresh = engine.digest()
+    engine.save_image(tmp_path / "fresh", deployment="fresh", progress=(1, 0))
+    engine.create("old", CREATE)
+    engine.forward_backward(supervised(1, 10))
+    engine.optim_step(adam())
+    engine.forward_backward(supervised(2, 10))
+    old = engine.digest()
+    engine.swap_images(
+        tmp_path / "old", tmp_path / "fresh", outgoing="old", progress=(4, 0), incoming="fresh"
+    )
+    assert engine.digest() == fresh
+    engine.load_image(tmp_path / "old", deployment="old")
+    assert engine.digest() == old
+    engine.optim_step(adam())  # its step is still open
+
+
+def test_a_swap_with_a_torn_image_leaves_the_other_where_it_is(
+    engine: DeepSpeedEngine, tmp_path: Path
+) -> None:
+    engine.create("a", CREATE)
+    before = engine.digest()
+    (tmp_path / "torn").write_bytes(b"no image")
+    with pytest.raises(BadImage, match="no PlexRL image"):
+        engine.swap_images(
+            tmp_path / "a", tmp_path / "torn", outgoing="a", progress=(4, 0), incoming="b"
+        )
+    assert engine.digest() == before
+    engine.save_image(tmp_path / "a", deployment="a", progress=(4, 0))
 
 
 @pytest.fixture(scope="module")

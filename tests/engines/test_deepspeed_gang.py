@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,12 @@ import torch
 from safetensors.torch import load_file
 
 from plexrl_slurm.core.catalogue import ModelSpec
+from plexrl_slurm.core.sizes import WIDTHS, image_size
+from plexrl_slurm.core.zero import layout_of
 from plexrl_slurm.engines.deepspeed import DeepSpeedEngine
-from tests.engines.gang import PROGRAMS
-from tests.engines.training import CREATE, adam, rank_spec, supervised
+from plexrl_slurm.memory.slab import read_header
+from tests.engines.gang import LAYOUTS, PROGRAMS
+from tests.engines.training import CREATE, PARAMETERS, adam, rank_spec, supervised
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(200)]
 
@@ -214,3 +218,25 @@ os.kill(os.getpid(), signal.SIGKILL)
     undisturbed.forward_backward(supervised(3, 9))
     undisturbed.optim_step(adam())
     assert undisturbed.digest() == successor
+
+
+@every_case
+def test_the_slabs_of_a_gang_have_as_many_bytes_as_the_sizing_says(
+    gang: list[dict[str, Any]], folder: Path, world: int, layout: str
+) -> None:
+    """One deployment stopped between two steps, the other in its first one."""
+    name, _, dtype = layout.rpartition("-")
+    stage = layout_of(LAYOUTS[name])
+    said = image_size(PARAMETERS, dtype=dtype, layout=stage, ranks=len(gang))
+    found: Counter[str] = Counter()
+    for slab in (folder / {2: "two", 4: "four"}[world] / layout).glob("[ab].[0-9]"):
+        for tensor in read_header(slab).tensors:
+            kind = tensor.name.split(".")[0]
+            found[kind if slab.stem == "a" or kind == "grad" else "other"] += tensor.bytes
+    assert found["weights"] == said.weights
+    assert found["master"] == said.masters
+    assert found["exp_avg"] + found["exp_avg_sq"] == said.moments
+    # At ZeRO-2 a parameter on the border of two ranks has its gradient on both.
+    twice = found["grad"] - said.gradients
+    largest = 128 * 256 * WIDTHS[dtype]
+    assert 0 < twice <= (world - 1) * largest if stage.stage == 2 else twice == 0

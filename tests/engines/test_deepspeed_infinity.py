@@ -25,7 +25,7 @@ from tests.engines.training import (
     tiny_spec,
 )
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(autouse=True)

@@ -148,7 +148,7 @@ def test_what_cannot_be_dealt_is_refused_with_both_shapes(
         ({"world": 2, "files": manifest.files * 2}, "elements where"),
     ):
         changed = Manifest(**{**_fields(manifest), **harm})
-        (path / checkpoint.MANIFEST).write_bytes(checkpoint.encode(changed))
+        (path / checkpoint.MANIFEST).write_bytes(checkpoint.encoded(changed))
         sentence = rf"saved by \d ranks at zero_stage 3 and this WPG has 1 at .*{reason}"
         with pytest.raises(BadInput, match=sentence):
             engine.load_state(wire.LoadState(path=str(path), uri="u", optimizer=True))

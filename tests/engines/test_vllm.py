@@ -329,11 +329,12 @@ def test_logprobs_after_a_load_in_place_are_those_of_transformers(base: Rollout)
     assert np.abs(expected[len(PROMPT) - 1 :] - one.logprobs).max() < 1e-5
 
 
-def test_another_architecture_takes_the_slot_and_a_fresh_process_samples_the_same(
+def test_another_architecture_puts_the_first_to_sleep_and_wakes_it_without_a_start(
     base: Rollout,
 ) -> None:
     bodies = [make_sample(seed=i) for i in range(4)]
     tiny = base.samples(*bodies)
+    used = base.run(base.engine.memory()).used
     assert base.load(base.tied.path, "tied") == base.tied.weights_bytes
     assert base.samples(*bodies) != tiny
     # The head has no tensor in the file: it must follow the embedding.
@@ -341,8 +342,37 @@ def test_another_architecture_takes_the_slot_and_a_fresh_process_samples_the_sam
     (one,) = base.sample(ignore_eos=True).sequences
     expected = hf_logprobs(base.other_tied.parent / "other-tied", PROMPT + one.tokens)
     assert np.abs(expected[len(PROMPT) - 1 :] - one.logprobs).max() < 1e-5
-    base.load(base.tiny.path)
-    assert base.samples(*bodies) == tiny
+    processes = {child.pid for child in multiprocessing.active_children()}
+    assert len(processes) == 2
+    tied = base.samples(*bodies)
+    for _ in range(2):
+        base.load(base.tiny.path)
+        assert base.run(base.engine.memory()).used == used
+        assert base.samples(*bodies) == tiny
+        base.load(base.other_tied, "tied")
+        assert base.samples(*bodies) == tied
+    assert {child.pid for child in multiprocessing.active_children()} == processes
+
+
+def test_an_engine_that_sleeps_takes_no_memory_and_samples_the_same_afterwards(
+    base: Rollout,
+) -> None:
+    kv_cache = 64 << 20
+    body = make_sample(num_samples=2)
+    first, awake = base.samples(body), base.run(base.engine.memory())
+    assert awake.used > kv_cache and awake.free is None
+    assert base.run(base.engine.sleep()).used == 0
+    with pytest.raises(InvalidTransition, match="no weights"):
+        base.samples(body)
+    assert base.run(base.engine.wake()).used >= kv_cache
+    with pytest.raises(InvalidTransition, match="no weights"):
+        base.samples(body)
+    assert base.load(base.tiny.path) > 0
+    assert base.samples(body) == first
+    assert base.run(base.engine.memory()) == awake
+    base.run(base.engine.sleep())
+    assert base.load(base.other_tiny) > 0  # wakes it
+    assert base.samples(body) != first
 
 
 @pytest.mark.parametrize(
@@ -387,7 +417,7 @@ def test_a_load_while_samples_run_is_refused_and_a_cancelled_one_is_aborted(base
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        (slot,) = base.engine._slots.values()
+        slot = base.engine._slots[base.tiny.architecture]
         assert slot.engine.get_num_unfinished_requests() == 0
         assert await base.engine.load_snapshot(base.other_tiny, model="tiny") > 0
 

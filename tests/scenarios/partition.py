@@ -18,6 +18,7 @@ from plexrl_slurm.cli.client import Client
 from plexrl_slurm.core.ids import SlurmId
 from plexrl_slurm.db.engine import open_database, transaction
 from plexrl_slurm.db.ledger import Flaw, gaps
+from plexrl_slurm.journal import replay
 from plexrl_slurm.settings import read_site
 from plexrl_slurm.slurm.local import LocalSlurm
 from plexrl_slurm.slurm.port import BatchJob
@@ -40,7 +41,10 @@ def wait_until(what: Callable[[], Any], *, seconds: float = 60.0, name: str = "i
 class Job:
     """A job whose controller is the test itself; its Slurm job only sleeps."""
 
-    def __init__(self, partition: "Partition", *, seed: int, models: list[str]) -> None:
+    def __init__(
+        self, partition: "Partition", *, seed: int, models: list[str], seconds: int = 600
+    ) -> None:
+        """``seconds``: how long its Slurm job sleeps."""
         self.partition = partition
         with partition.client() as client:
             row = client.submit(
@@ -60,7 +64,7 @@ class Job:
             self.slurm_id = partition.slurm.submit(
                 BatchJob(
                     name="job",
-                    script="#!/bin/sh\nexec sleep 600\n",
+                    script=f"#!/bin/sh\nexec sleep {seconds}\n",
                     workdir=partition.folder,
                     environment={"PATH": os.environ["PATH"]},
                 ),
@@ -94,19 +98,22 @@ class Partition:
         train: Mapping[str, Any] | None = None,
         rollout: Mapping[str, Any] | None = None,
         settings: Mapping[str, Any] | None = None,
+        hold: Mapping[str, Any] | None = None,
         engines: tuple[str, str] = ("fake_train", "fake_sample"),
         train_gpus: int = 1,
+        train_nodes: int = 1,
         database_url: str | None = None,
         model: Path,
     ) -> None:
         self.folder = folder
-        self.engines, self.train_gpus = engines, train_gpus
+        self.engines, self.train_gpus, self.train_nodes = engines, train_gpus, train_nodes
         self.database_url = database_url or f"sqlite:///{folder / 'ledger.db'}"
         self.host = Path("/dev/shm") / f"plexrl-test-{os.getpid()}-{folder.name}"
         self.host.mkdir(mode=0o700)
         self.config = folder / "plexrl.toml"
         self.config.write_text(
-            _toml(self, train or {}, rollout or {}, settings or {}, model), encoding="utf-8"
+            _toml(self, train or {}, rollout or {}, settings or {}, hold or {}, model),
+            encoding="utf-8",
         )
         self.site = read_site(self.config)
         self.slurm = LocalSlurm(self.site.jobs_dir)
@@ -138,8 +145,9 @@ class Partition:
         with self.client() as client:
             return client.nodes()
 
-    def agent_pid(self) -> int:
-        return int(self.nodes()["agents"][0]["pid"])
+    def agent_pid(self, node: str = "localhost") -> int:
+        (agent,) = [a for a in self.nodes()["agents"] if a["node"] == node]
+        return int(agent["pid"])
 
     def rank_pid(self, wpg: str, rank: int = 0) -> int:
         (view,) = [view for view in self.nodes()["wpgs"] if view["id"] == wpg]
@@ -221,10 +229,11 @@ def _toml(
     train: Mapping[str, Any],
     rollout: Mapping[str, Any],
     settings: Mapping[str, Any],
+    hold: Mapping[str, Any],
     model: Path,
 ) -> str:
     values = {"host_bytes": "1GiB", **settings}
-    extra = "\n".join(f"{key} = {json.dumps(value)}" for key, value in values.items())
+    extra = _lines(values)
     return f"""
 [partition]
 name = "test"
@@ -236,11 +245,13 @@ listen = "127.0.0.1:0"
 
 [hold]
 backend = "local"
+{_lines(hold)}
 
 [[wpg]]
 pool = "train"
 engine = "{partition.engines[0]}"
 gpus = {partition.train_gpus}
+nodes = {partition.train_nodes}
 options = {_inline(train)}
 
 [[wpg]]
@@ -254,6 +265,10 @@ path = "{model}"
 dtype = "float32"
 max_context_length = 256
 """
+
+
+def _lines(values: Mapping[str, Any]) -> str:
+    return "\n".join(f"{key} = {json.dumps(value)}" for key, value in values.items())
 
 
 def _inline(value: Any) -> str:
@@ -274,3 +289,8 @@ def running(folder: Path, *, seconds: float = 60.0, **options: Any) -> Iterator[
         yield partition
     finally:
         partition.close()
+    # Whatever a test did to it: what the daemons decided is decided again.
+    journals = sorted((partition.folder / "state" / "journal").glob("*.jsonl"))
+    assert journals
+    for journal in journals:
+        assert list(replay(journal))

@@ -254,6 +254,10 @@ class Node:
         return list(self._record["partitions"])
 
     @property
+    def address(self) -> str | None:
+        return self._record["address"] or None
+
+    @property
     def available_features(self) -> list[str]:
         return [name for name in self._record["features"].split(",") if name]
 

@@ -34,7 +34,7 @@ USED: dict[str, tuple[str, str, str, str]] = {
     "Node": (
         "core/node",
         "",
-        "name state reason configured_gres allocated_gres partitions available_features",
+        "name state reason configured_gres allocated_gres partitions available_features address",
         "",
     ),
     "RPCError": ("core/error", "__init__", "", ""),

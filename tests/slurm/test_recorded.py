@@ -68,6 +68,10 @@ def test_every_case_has_its_state(recording: Recording) -> None:
     assert {case: recording[case].state for case in STATES} == STATES
 
 
+def test_nodes_have_the_address_that_others_reach_them_by(recording: Recording) -> None:
+    assert {node.address for node in recording.nodes().values()} == {"127.0.0.1"}
+
+
 def test_held_are_those_that_were_held(recording: Recording) -> None:
     held = {case for case in STATES if recording[case].held}
     assert held == {"held-user", "held-admin", "marked", "het-held"}

@@ -1,0 +1,130 @@
+"""Which image comes in when the newest one is damaged, gone or unreadable: the next older one.
+
+A copy in a tier of the node that turns out bad is dropped; a durable one is set aside, under
+another name, for whoever wants to look at it. So nothing good is touched, and what is believed
+next time is what is there.
+"""
+
+import asyncio
+import errno
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeAlias
+
+from plexrl_slurm.core.errors import BadImage
+from plexrl_slurm.memory import durable
+from plexrl_slurm.memory.images import Held
+from plexrl_slurm.memory.slab import read_header
+from plexrl_slurm.transport import messages as tm
+
+Progress: TypeAlias = tuple[int, int]
+
+#: What a disk says of a file that it will not give again; anything else may pass.
+_FINAL: Final = frozenset(
+    {errno.ENOENT, errno.EIO, errno.ENODATA, errno.EUCLEAN, errno.EBADMSG, errno.ENOTDIR}
+)
+#: Before a bad image is read once more.
+_AGAIN_S: Final = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """A durable image."""
+
+    progress: Progress
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The newest image that is whole."""
+
+    #: ``None``: there is none.
+    held: Held | None
+    #: The newest durable image that was not found to be bad.
+    durable: Progress | None
+    #: What is wrong with newer ones, a sentence each.
+    damaged: Sequence[str]
+
+    @property
+    def left(self) -> tm.ImagesLeft:
+        """What the daemon is told: it may believe in another one."""
+        progress = self.held.progress if self.held is not None else None
+        return tm.ImagesLeft(image=progress, durable=self.durable, damaged=list(self.damaged))
+
+
+async def search(
+    *,
+    here: Callable[[], Progress | None],
+    bring: Callable[[], Awaitable[Held | None]],
+    discard: Callable[[], None],
+    kept: Kept | None,
+    load: Callable[[Kept], Awaitable[Held]],
+) -> Found:
+    """The newest image of a deployment, of those on the node and the durable ones.
+
+    ``here``: progress of the newest on the node, ``bring`` has it in memory, ``discard`` forgets
+    the copy that ``bring`` failed with. Raises ``BadImage`` if it cannot be read now, and
+    ``StorageFull``.
+    """
+    damaged: list[str] = []
+    while True:
+        newest = here()
+        try:
+            if kept is None or (newest is not None and newest >= kept.progress):
+                held = await bring()
+            else:
+                held = await _twice(kept, load)
+        except BadImage as problem:
+            if kept is None or (newest is not None and newest >= kept.progress):
+                discard()
+            else:
+                kept = await asyncio.to_thread(_next, kept, problem)
+            damaged.append(str(problem))
+        else:
+            return Found(
+                held=held, durable=kept.progress if kept is not None else None, damaged=damaged
+            )
+
+
+async def _twice(kept: Kept, load: Callable[[Kept], Awaitable[Held]]) -> Held:
+    try:
+        return await load(kept)
+    except BadImage:
+        await asyncio.sleep(_AGAIN_S)
+        return await load(kept)
+
+
+def _next(bad: Kept, problem: BadImage) -> Kept | None:
+    """Set the bad one aside; the next older durable image."""
+    cause = problem.__cause__
+    passes = isinstance(cause, OSError) and cause.errno not in _FINAL
+    if passes or not bad.folder.parent.parent.is_dir():  # the file system itself is not there
+        raise problem
+    try:
+        durable.set_aside(bad.folder)
+    except OSError:
+        raise problem from None
+    return newest_below(bad.folder.parent, bad.progress)
+
+
+def newest_below(home: Path, progress: Progress) -> Kept | None:
+    """The newest durable image of a deployment that is older than ``progress``."""
+    for folder in durable.folders_of(home):
+        at = durable.progress_of(folder)
+        if at < progress:
+            try:
+                durable.read_manifest(folder)
+            except BadImage:
+                continue
+            return Kept(progress=at, folder=folder)
+    return None
+
+
+def check_held(held: Held, slabs: Sequence[Path]) -> None:
+    """Raises ``BadImage`` if what is in memory is not the image that it was."""
+    for slab in slabs:
+        header = read_header(slab)
+        if (header.deployment, tuple(header.progress)) != (held.deployment, held.progress):
+            raise BadImage(str(slab), f"is no longer the image of {held.deployment}")

@@ -1,0 +1,71 @@
+"""The queue of jobs before placement: priority, then age; backfill that nobody starves from."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from plexrl_slurm.core.grouping import Home, Member, Why
+from plexrl_slurm.core.ids import JobId
+
+HOUR_US: Final = 3_600_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """A job that has no home yet."""
+
+    member: Member
+    priority: float
+    since_us: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Backlog:
+    """Jobs without a home, and one pass over them."""
+
+    #: Whether a later job may go before an earlier one that does not fit.
+    backfill: bool = True
+    #: Nobody goes before a job that has waited so long.
+    guard_us: int = 72 * HOUR_US
+    #: Most jobs that one pass looks at.
+    depth: int = 64
+    jobs: dict[JobId, Waiting] = field(default_factory=dict)
+    #: What stood in the way when a job was last looked at.
+    why: dict[JobId, Why] = field(default_factory=dict)
+
+    def arrive(self, waiting: Waiting) -> None:
+        """It waits from now on."""
+        self.jobs[waiting.member.job] = waiting
+
+    def leave(self, job: JobId) -> None:
+        """It was cancelled."""
+        self.jobs.pop(job, None)
+        self.why.pop(job, None)
+
+    def run(
+        self,
+        at_us: int,
+        place: Callable[[Member], Home | Why],
+        take: Callable[[Member, Home], None],
+    ) -> None:
+        """Give homes to all that have one, in order; ``take`` makes each fact at once.
+
+        A shape that found no GPUs finds none later in the pass either: nothing is given back
+        while it lasts.
+        """
+        order = sorted(self.jobs.values(), key=lambda w: (-w.priority, w.since_us, w.member.job))
+        failed: dict[tuple[int, int], Why] = {}
+        for waiting in order[: self.depth]:
+            member = waiting.member
+            shape = (member.train_gpus, member.rollout_gpus)
+            answer = failed.get(shape) or place(member)
+            if isinstance(answer, Home):
+                del self.jobs[member.job]
+                self.why.pop(member.job, None)
+                take(member, answer)
+                continue
+            self.why[member.job] = answer
+            if answer in (Why.TRAIN_GPUS, Why.ROLLOUT_GPUS):
+                failed[shape] = answer
+            if not self.backfill or at_us - waiting.since_us >= self.guard_us:
+                break

@@ -1,0 +1,163 @@
+"""Which jobs share a training WPG: placement policies over groups of one shape. Pure.
+
+A *group* is a training WPG and the jobs that live on it; the pool's GPUs that are in no group
+are free. Every job also takes rollout GPUs of its own. All or nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final
+
+from plexrl_slurm.core.errors import BadInput
+from plexrl_slurm.core.ids import JobId
+from plexrl_slurm.core.predict import Profile, slowdowns
+
+#: Share of a node's memory that images may take.
+MEMORY_SHARE: Final = 0.85
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A job as its group sees it."""
+
+    job: JobId
+    #: Of the training WPG it needs, and of its own rollout WPG.
+    train_gpus: int
+    rollout_gpus: int
+    #: Its training image.
+    image_bytes: int
+    profile: Profile
+    #: The slowdown that it was promised.
+    max_slowdown: float
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Group:
+    """A training WPG and who lives there."""
+
+    number: int
+    gpus: int
+    #: Bytes of images that its nodes can keep.
+    host_bytes: int
+    members: dict[JobId, Member] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class Pools:
+    """The partition as placement sees it."""
+
+    train_free: int
+    rollout_free: int
+    #: GPUs and memory of one node, for the memory of a new group.
+    node_gpus: int
+    node_bytes: int
+    groups: dict[int, Group] = field(default_factory=dict)
+
+    def host_bytes(self, gpus: int) -> int:
+        """What images may take on the nodes of a WPG of so many GPUs."""
+        return int(MEMORY_SHARE * self.node_bytes * gpus / self.node_gpus)
+
+
+class Why(StrEnum):
+    """What stands in the way of one job."""
+
+    TRAIN_GPUS = "train_gpus"
+    ROLLOUT_GPUS = "rollout_gpus"
+    #: Every group that has room would break somebody's promise, or is full.
+    PROMISE = "promise"
+    HOST_MEMORY = "host_memory"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Home:
+    """Where a job goes."""
+
+    #: ``None``: a new group.
+    group: int | None
+
+
+class Placement(StrEnum):
+    """Named after the paper's; ``fit`` keeps promises."""
+
+    ISOLATED = "isolated"
+    PACK = "pack"
+    SPREAD = "spread"
+    FIT = "fit"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """How groups are filled."""
+
+    placement: Placement = Placement.FIT
+    #: Most jobs of one group.
+    most: int = 6
+    #: Most load of one group.
+    full: float = 0.95
+    #: Of a promise that has not been used up; below 1 it leaves room for error.
+    margin: float = 1.0
+
+
+def find_placement(name: str) -> Placement:
+    """The placement of that name. Raises ``BadInput``."""
+    try:
+        return Placement(name)
+    except ValueError:
+        known = ", ".join(Placement)
+        raise BadInput(f"there is no placement {name!r}: choose one of {known}") from None
+
+
+def place(wanted: Member, pools: Pools, rules: Rules) -> Home | Why:
+    """A home for one job, or what stands in its way first."""
+    if wanted.rollout_gpus > pools.rollout_free:
+        return Why.ROLLOUT_GPUS
+    fresh = wanted.train_gpus <= pools.train_free
+    if wanted.image_bytes > pools.host_bytes(wanted.train_gpus):
+        return Why.HOST_MEMORY
+    if rules.placement is Placement.ISOLATED:
+        return Home(group=None) if fresh else Why.TRAIN_GPUS
+    if rules.placement is Placement.SPREAD and fresh:
+        return Home(group=None)
+    best: tuple[float, int] | None = None
+    refused = Why.TRAIN_GPUS
+    for group in pools.groups.values():
+        why = _refusal(wanted, group, rules)
+        if why is None:
+            load = sum(member.profile.load for member in group.members.values())
+            # Pack and fit fill the densest; spread the emptiest.
+            rank = (load if rules.placement is Placement.SPREAD else -load, group.number)
+            if best is None or rank < best:
+                best = rank
+        elif group.gpus == wanted.train_gpus:
+            refused = why
+    if best is not None:
+        return Home(group=best[1])
+    return Home(group=None) if fresh else refused
+
+
+def _refusal(wanted: Member, group: Group, rules: Rules) -> Why | None:
+    """Why ``wanted`` cannot join; cheap reasons first."""
+    if group.gpus != wanted.train_gpus:
+        return Why.TRAIN_GPUS
+    members = group.members
+    if len(members) >= rules.most:
+        return Why.PROMISE
+    images = sum(member.image_bytes for member in members.values()) + wanted.image_bytes
+    if images > group.host_bytes:
+        return Why.HOST_MEMORY
+    if rules.placement is not Placement.FIT:
+        return None
+    load = sum(member.profile.load for member in members.values()) + wanted.profile.load
+    if load > rules.full:
+        return Why.PROMISE
+    return None if kept([*members.values(), wanted], rules.margin) else Why.PROMISE
+
+
+def kept(members: Sequence[Member], margin: float) -> bool:
+    """Whether every promise is predicted to be kept."""
+    found = slowdowns([member.profile for member in members])
+    return all(
+        slow - 1 <= (member.max_slowdown - 1) * margin
+        for slow, member in zip(found, members, strict=True)
+    )

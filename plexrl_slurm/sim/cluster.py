@@ -1,0 +1,90 @@
+"""The simulated partition: its pools, its speeds, and its configuration."""
+
+from dataclasses import dataclass, field
+
+from plexrl_slurm.core.backlog import HOUR_US
+from plexrl_slurm.core.errors import BadInput
+from plexrl_slurm.core.grouping import Placement, Rules
+
+GB = 10**9
+NODE_GPUS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Hardware: two pools of GPUs in nodes."""
+
+    train_gpus: int
+    rollout_gpus: int
+    node_gpus: int = NODE_GPUS
+    #: Host memory of a node.
+    node_bytes: int = 1500 * GB
+    #: Between one GPU and host memory, one way, pinned.
+    gpu_bytes_per_s: int = 50 * GB
+    #: Between one node and the shared file system, one way.
+    shared_bytes_per_s: int = 5 * GB
+
+    def move_us(self, image_bytes: int, gpus: int) -> int:
+        """An image from host memory to ``gpus`` GPUs, or back."""
+        return image_bytes * 1_000_000 // (self.gpu_bytes_per_s * gpus)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How the partition is run."""
+
+    policy: str = "atc_h"
+    #: Of :class:`Placement`, or ``spread_backfill``.
+    rules: Rules = field(default_factory=Rules)
+    backfill: bool = True
+    guard_us: int = 72 * HOUR_US
+    depth: int = 64
+    hold_us: int = 2_000_000
+    hysteresis: float = 4.0
+    #: Steps after which a job's own measured profile replaces what was guessed; 0: the guess
+    #: is exact from the start.
+    learn_steps: int = 5
+    #: Standard deviation of the logarithm of guess over truth, where there is no history.
+    guess_sigma: float = 0.5
+    #: A job moves to another group if that is expected to be worth it for so long, and not again
+    #: before; 0: nobody moves.
+    regroup_us: int = HOUR_US
+    #: Mean time between two losses of a node; 0: none is lost.
+    node_loss_hours: float = 0.0
+    #: From the loss of a node to its WPG with a new one.
+    restart_us: int = 300_000_000
+    seed: int = 1
+
+
+#: Placements by the name on the command line, and whether they fill gaps out of order.
+PLACEMENTS: dict[str, tuple[Placement, bool]] = {
+    "isolated": (Placement.ISOLATED, False),
+    "isolated_backfill": (Placement.ISOLATED, True),
+    "pack": (Placement.PACK, False),
+    "spread": (Placement.SPREAD, False),
+    "spread_backfill": (Placement.SPREAD, True),
+    "fit": (Placement.FIT, True),
+}
+
+
+def find(name: str) -> tuple[Placement, bool]:
+    """A placement by name. Raises ``BadInput``."""
+    try:
+        return PLACEMENTS[name]
+    except KeyError:
+        known = ", ".join(PLACEMENTS)
+        raise BadInput(f"there is no placement {name!r}: choose one of {known}") from None
+
+
+def split(gpus: int, ratio: str) -> Cluster:
+    """``gpus`` GPUs divided ``T:R``, in whole nodes. Raises ``BadInput``."""
+    parts = ratio.split(":")
+    if len(parts) != 2 or not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise BadInput(f"--split {ratio}: give two positive numbers, such as 2:1")
+    train, rollout = map(int, parts)
+    node = NODE_GPUS
+    nodes = gpus // node
+    if gpus < 2 * node or gpus % node:
+        raise BadInput(f"--gpus {gpus}: give a multiple of {node}, at least {2 * node}")
+    train_nodes = min(nodes - 1, max(1, round(nodes * train / (train + rollout))))
+    return Cluster(train_gpus=train_nodes * node, rollout_gpus=(nodes - train_nodes) * node)

@@ -1,0 +1,128 @@
+"""Pictures of runs: a Gantt chart of WPGs, slowdowns, use over time, savings per job."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from plexrl_slurm.core.messages import Activity
+from plexrl_slurm.sim.report import per_job
+from plexrl_slurm.sim.run import Ran
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+#: Most WPGs, and stretches of each, of a Gantt chart: more is a grey bar.
+MOST_LANES: Final = 24
+_HOUR_US: Final = 3_600_000_000
+_COLOURS: Final = {
+    Activity.SWITCH: "#d62728",
+    Activity.KEPT: "#e7ba52",
+    Activity.IDLE: "#eeeeee",
+    Activity.DOWN: "#555555",
+}
+
+
+def draw(runs: Sequence[Ran], folder: Path) -> list[Path]:
+    """Write the pictures as PNG; their paths."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, painter in (
+        ("slowdowns", _slowdowns),
+        ("use", _use),
+        ("savings", _savings),
+    ):
+        figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+        painter(axes, runs)
+        paths.append(_saved(figure, folder / f"{name}.png"))
+        pyplot.close(figure)
+    for ran in runs:
+        if ran.world.chart is not None:
+            figure, axes = pyplot.subplots(figsize=(10, 5), layout="constrained")
+            _gantt(axes, ran)
+            paths.append(_saved(figure, folder / f"gantt-{_name(ran, '-')}.png"))
+            pyplot.close(figure)
+    return paths
+
+
+def _saved(figure: Any, path: Path) -> Path:
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def _name(ran: Ran, between: str = " + ") -> str:
+    return f"{ran.figures.placement}{between}{ran.figures.policy}"
+
+
+def _slowdowns(axes: "Axes", runs: Sequence[Ran]) -> None:
+    for ran in runs:
+        slow = sorted(job.slowdown for job in per_job(ran.world))
+        shares = [100 * (number + 1) / len(slow) for number in range(len(slow))]
+        axes.step(slow, shares, where="post", label=_name(ran))
+    axes.set(
+        title="How much slower jobs run than alone",
+        xlabel="running time over running time alone",
+        ylabel="share of jobs that are at most so slow, %",
+    )
+    axes.axvline(1.1, color="grey", linestyle=":", linewidth=1)
+    axes.set_xlim(left=0.99)
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
+
+
+def _use(axes: "Axes", runs: Sequence[Ran]) -> None:
+    for ran in runs:
+        times = [at_us / _HOUR_US for at_us, _, _ in ran.world.held]
+        gpus = [train + rollout for _, train, rollout in ran.world.held]
+        axes.step(times, gpus, where="post", label=_name(ran), linewidth=1)
+    cluster = runs[0].world.cluster
+    everything = cluster.train_gpus + cluster.rollout_gpus
+    axes.axhline(everything, color="grey", linestyle=":", linewidth=1)
+    axes.set(title="GPUs held over time", xlabel="hours", ylabel="GPUs held")
+    axes.set_ylim(0, everything * 1.05)
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
+
+
+def _savings(axes: "Axes", runs: Sequence[Ran]) -> None:
+    for ran in runs:
+        saved = sorted(ran.world.saved_percent().values())
+        axes.plot(range(1, len(saved) + 1), saved, label=_name(ran), linewidth=1)
+    axes.axhline(0, color="grey", linewidth=1)
+    axes.set(
+        title="GPU-hours saved, job by job",
+        xlabel="jobs, from the least saved to the most",
+        ylabel="saved against WPGs of its own, %",
+    )
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
+
+
+def _gantt(axes: "Axes", ran: Ran) -> None:
+    """Training WPGs that were shared first; only those that fit."""
+    chart = ran.world.chart or []
+    jobs: dict[str, set[int]] = {}
+    for stretch in chart:
+        if stretch.wpg.startswith("train") and stretch.job is not None:
+            jobs.setdefault(stretch.wpg, set()).add(stretch.job)
+    names = sorted(jobs, key=lambda name: (-len(jobs[name]), name))[:MOST_LANES]
+    palette = [f"C{number}" for number in range(10) if number not in (3, 7)]
+    for row, name in enumerate(names):
+        bars: dict[str, list[tuple[float, float]]] = {}
+        for stretch in chart:
+            if stretch.wpg == name:
+                colour = _COLOURS.get(stretch.activity) or palette[(stretch.job or 0) % 8]
+                begin = stretch.start_us / _HOUR_US
+                bars.setdefault(colour, []).append((begin, stretch.stop_us / _HOUR_US - begin))
+        for colour, spans in bars.items():
+            axes.broken_barh(spans, (row - 0.4, 0.8), facecolors=colour, linewidth=0)
+    axes.set_yticks(range(len(names)), names, fontsize=7)
+    axes.invert_yaxis()
+    axes.set(
+        title=f"{_name(ran)}: a colour is a job; red: switch, yellow: kept, grey: idle",
+        xlabel="hours",
+    )

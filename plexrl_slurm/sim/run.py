@@ -1,0 +1,62 @@
+"""One simulation from its words to its figures."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from time import perf_counter
+
+from plexrl_slurm.core.errors import BadInput
+from plexrl_slurm.sim.cluster import NODE_GPUS, Cluster, Plan, find
+from plexrl_slurm.sim.report import Figures, figures
+from plexrl_slurm.sim.trace import TraceJob
+from plexrl_slurm.sim.world import World
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """A run that has ended."""
+
+    figures: Figures
+    world: World
+
+
+def simulate(
+    trace: list[TraceJob],
+    cluster: Cluster,
+    *,
+    placement: str,
+    plan: Plan,
+    chart: bool = False,
+    progress: Callable[[World], None] | None = None,
+) -> Ran:
+    """Run ``trace``; ``placement`` is a name of ``cluster.PLACEMENTS``.
+
+    Raises ``BadInput`` for a job that the cluster can never hold, and unknown names.
+    """
+    kind, backfill = find(placement)
+    refuse_impossible(trace, cluster)
+    plan = replace(plan, rules=replace(plan.rules, placement=kind), backfill=backfill)
+    begin = perf_counter()
+    world = World(trace, cluster, plan, chart=chart)
+    world.run(progress)
+    return Ran(figures=figures(world, placement, perf_counter() - begin), world=world)
+
+
+def refuse_impossible(trace: list[TraceJob], cluster: Cluster) -> None:
+    """Raise ``BadInput`` for the first job that would wait for ever."""
+    for job in trace:
+        for pool, gpus, has in (
+            ("training", job.train.gpus, cluster.train_gpus),
+            ("rollout", job.rollout.gpus, cluster.rollout_gpus),
+        ):
+            if gpus > has:
+                raise BadInput(
+                    f"job {job.id} needs {gpus} {pool} GPUs and the cluster has {has}: "
+                    "give more --gpus, or another --split"
+                )
+        nodes = -(-job.train.gpus // NODE_GPUS)
+        if job.model.image_bytes > nodes * cluster.node_bytes:
+            need, have = job.model.image_bytes / 1e9, nodes * cluster.node_bytes / 1e9
+            raise BadInput(
+                f"job {job.id}: the state of {job.model.name} takes {need:,.0f} GB of host memory "
+                f"and {nodes} nodes have {have:,.0f}: give more --node-memory, or train.gpus"
+            )

@@ -1,0 +1,192 @@
+"""Traces: JSON Lines, one job a line. Times in seconds unless ``_us``; format v1.
+
+``lognormal``: ``median * exp(sigma * N(0, 1))``. ``rollout_s`` excludes tool stalls;
+``fwdbwd_s`` is one of ``count`` micro-steps. ``drift``: rollouts grow, straight, by this share
+in the first 150 steps and stay so.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from plexrl_slurm.core.errors import BadScript
+
+Positive = Annotated[float, Meta(gt=0)]
+NotNegative = Annotated[float, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=1)]
+
+DRIFT_STEPS = 150
+
+
+class Model(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What is trained."""
+
+    name: str
+    params: Count
+    active: Count
+    train_bytes_per_param: Positive
+    rollout_bytes_per_param: Positive
+
+    @property
+    def image_bytes(self) -> int:
+        """Of the training deployment."""
+        return int(self.params * self.train_bytes_per_param)
+
+
+class Train(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """GPUs of the training WPG."""
+
+    gpus: Count
+    tp: Count
+    pp: Count
+    dp: Count
+    min_gpus: Count
+
+
+class Rollout(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """GPUs of the rollout WPG."""
+
+    gpus: Count
+    engines: Count
+    gpus_per_engine: Count
+    requests: Count
+
+
+class Lasting(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A duration in seconds."""
+
+    dist: Literal["lognormal", "const"]
+    median: NotNegative
+    sigma: NotNegative = 0.0
+
+
+class MicroSteps(Lasting, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One of ``count`` alike."""
+
+    count: Count
+
+
+class Tail(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The end of a rollout, when few sequences are left."""
+
+    frac: Annotated[float, Meta(ge=0, le=1)]
+    engines_needed: Annotated[float, Meta(gt=0, le=1)]
+    longest_over_median: Positive
+
+
+class Tool(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Pauses of a rollout, in which every sequence waits for a tool."""
+
+    stalls: Annotated[int, Meta(ge=0)]
+    stall_s: NotNegative
+
+
+class Phases(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What one step is made of."""
+
+    rollout_s: Lasting
+    tail: Tail
+    tool: Tool
+    reward_s: Lasting
+    logprob_s: Lasting
+    fwdbwd_s: MicroSteps
+    optim_s: Lasting
+    publish_s: Lasting
+    pull_s: Lasting
+    client_gap_s: NotNegative
+
+
+class Drift(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How rollouts grow."""
+
+    kind: Literal["linear"]
+    per_150_steps: Annotated[float, Meta(gt=-1)]
+
+
+class Slo(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What was promised."""
+
+    max_slowdown: Annotated[float, Meta(ge=1)]
+
+
+class TraceJob(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One line."""
+
+    v: Literal[1]
+    id: str
+    submit_us: Annotated[int, Meta(ge=0)]
+    user: str
+    account: str
+    qos: str
+    priority: Positive
+    algo: str
+    mode: Literal["sync", "async1"]
+    kind: Literal["reasoning", "agentic"]
+    steps: Count
+    #: It stops after this step; ``None``: it takes all.
+    fail_step: Annotated[int, Meta(ge=1)] | None
+    seed: Annotated[int, Meta(ge=0)]
+    walltime_s: Positive
+    model: Model
+    train: Train
+    rollout: Rollout
+    phases: Phases
+    drift: Drift
+    slo: Slo
+
+    @property
+    def length(self) -> int:
+        """Steps that it takes."""
+        return self.steps if self.fail_step is None else min(self.steps, self.fail_step)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether it samples for the next step while it trains."""
+        return self.mode == "async1"
+
+
+def read_trace(path: Path) -> list[TraceJob]:
+    """The jobs by submission, then id. Raises ``BadScript`` with file and line."""
+    jobs: list[TraceJob] = []
+    seen: dict[str, int] = {}
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise BadScript(str(path), None, f"cannot be read ({error.strerror})") from error
+    for number, line in _filled(lines):
+        try:
+            job = msgspec.json.decode(line, type=TraceJob)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise BadScript(str(path), number, _sentence(error)) from error
+        if job.id in seen:
+            was = f"job {job.id} is on line {seen[job.id]} already: ids are unique"
+            raise BadScript(str(path), number, was)
+        seen[job.id] = number
+        jobs.append(job)
+    if not jobs:
+        raise BadScript(str(path), None, "has no job: a trace is one JSON object a line")
+    return sorted(jobs, key=lambda job: (job.submit_us, job.id))
+
+
+def write_trace(path: Path, jobs: list[TraceJob]) -> None:
+    """Write what :func:`read_trace` reads."""
+    path.write_bytes(b"".join(msgspec.json.encode(job) + b"\n" for job in jobs))
+
+
+def compressed(jobs: list[TraceJob], factor: float) -> list[TraceJob]:
+    """The same jobs, arriving ``factor`` times as fast."""
+    return [msgspec.structs.replace(job, submit_us=int(job.submit_us / factor)) for job in jobs]
+
+
+def _filled(lines: list[bytes]) -> Iterator[tuple[int, bytes]]:
+    return ((number, line) for number, line in enumerate(lines, 1) if line.strip())
+
+
+def _sentence(error: Any) -> str:
+    """``train.gpus: Expected `int` >= 1`` from msgspec's words."""
+    text, _, where = str(error).partition(" - at `$")
+    key = where.strip("`.")
+    return f"{key}: {text}" if key else text

@@ -1,0 +1,129 @@
+"""DeepSpeed over two agents learns what it learns on one, also if a rank dies in a collective."""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.scenarios.controller import datum
+from tests.scenarios.partition import REPOSITORY, Job, Partition, kill, running, wait_until
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings(
+        "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+    ),
+]
+
+ENGINES = ("deepspeed", "fake_sample")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    make = [sys.executable, str(REPOSITORY / "examples" / "make_models.py"), str(folder), "tiny"]
+    assert os.spawnv(os.P_WAIT, sys.executable, make) == 0
+    return folder
+
+
+def partition_in(folder: Path, model: Path, *, nodes: int) -> Any:
+    return running(
+        folder,
+        seconds=200,
+        model=model,
+        engines=ENGINES,
+        train={"zero_stage": 2, "max_tokens_per_microbatch": 32},
+        train_gpus=2,
+        train_nodes=nodes,
+        settings={"image_every": 1},
+    )
+
+
+def learn(
+    job: Job, others: Job, *, between: Callable[[int], None] = lambda step: None
+) -> list[Any]:
+    """Two jobs by turns, so that images leave and come; what the first one was told."""
+    from tinker import types
+
+    told: list[Any] = []
+    clients = [
+        each.service().create_lora_training_client(base_model="tiny", rank=0, seed=3).result()
+        for each in (job, others)
+    ]
+    for step in range(3):
+        for number, client in enumerate(clients):
+            data = [datum(4, 5 + step, 6, 7), datum(7, 8, 9 + step), datum(3, 4 + number)]
+            first = client.forward_backward(data, "cross_entropy")
+            second = client.forward_backward(data[:1], "cross_entropy")
+            taken = client.optim_step(types.AdamParams(learning_rate=1e-2))
+            between(2 * step + number)
+            results = [first.result(), second.result()]
+            metrics = taken.result().metrics
+            if number == 0:
+                told += [
+                    (result.metrics["loss:sum"], result.loss_fn_outputs[0]["logprobs"].tolist())
+                    for result in results
+                ]
+                told.append(metrics)
+    clients[0].save_weights_for_sampler("end").result()
+    return told
+
+
+def weights(partition: Partition, job: Job) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    checkpoints = partition.folder / "state" / "checkpoints"
+    (path,) = checkpoints.glob(f"s{job.id}-*/sampler_weights/end")
+    return dict(load_file(path / "model.safetensors"))
+
+
+class Strike:
+    """Kills the second rank once, while calls of a turn run."""
+
+    def __init__(self, partition: Partition) -> None:
+        self._partition = partition
+        self._thread = threading.Thread(target=self._strike)
+        self.failures: list[BaseException] = []
+
+    def between(self, turn: int) -> None:
+        if turn == 4:
+            self._thread.start()
+
+    def join(self) -> None:
+        self._thread.join()
+        assert not self.failures, self.failures
+
+    def _strike(self) -> None:
+        time.sleep(0.05)
+        try:
+            peer = self._partition.rank_pid("train-0", 0)
+            kill(self._partition.rank_pid("train-0", 1))
+            # It waits for the dead one, perhaps in a collective, and must not wait for long.
+            wait_until(lambda: not Path(f"/proc/{peer}").exists(), seconds=30, name="its end")
+        except BaseException as error:
+            self.failures.append(error)
+
+
+def test_two_agents_learn_bit_by_bit_what_one_learns(
+    model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    from torch import equal
+
+    with partition_in(tmp_path_factory.mktemp("one"), model, nodes=1) as partition:
+        jobs = [Job(partition, seed=seed, models=["tiny"]) for seed in (3, 4)]
+        told = learn(*jobs)
+        wanted = weights(partition, jobs[0])
+    with partition_in(tmp_path_factory.mktemp("two"), model, nodes=2) as partition:
+        jobs = [Job(partition, seed=seed, models=["tiny"]) for seed in (3, 4)]
+        strike = Strike(partition)
+        assert learn(*jobs, between=strike.between) == told
+        strike.join()
+        found = weights(partition, jobs[0])
+    assert found.keys() == wanted.keys()
+    assert all(equal(found[name], wanted[name]) for name in wanted)

@@ -1,0 +1,108 @@
+"""Two gangs that take turns on the same GPUs, with engines that only say what they take."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from plexrl_slurm import wire
+from plexrl_slurm.core.catalogue import ModelSpec
+from plexrl_slurm.core.errors import DeviceBusy
+from plexrl_slurm.daemons.shared_gpus import Share, SharedGpus
+from plexrl_slurm.engines import ranklink
+from tests.engines.ranks import Ranks, wpg
+
+MODEL = ModelSpec(
+    name="tiny",
+    path="/models/tiny",
+    dtype="float32",
+    max_context_length=128,
+    vocab_size=64,
+    parameters=1000,
+    architecture="tiny",
+)
+#: What each takes awake and asleep, and the GPU has.
+TRAIN = {"device_used": 70, "device_left": 4, "device_total": 100}
+ROLLOUT = {"device_used": 60, "device_left": 6, "device_total": 100}
+
+
+def run(
+    folder: Path,
+    work: Callable[[Ranks, SharedGpus], Awaitable[None]],
+    *,
+    residual: int = 10,
+    needed: int = 60,
+) -> None:
+    async def main() -> None:
+        configs = (
+            wpg("train-0", "fake_train", gpus=2, **TRAIN),
+            wpg("rollout-0", "fake_sample", **ROLLOUT),
+        )
+        numbers = count()
+        async with Ranks.running(folder, {"tiny": MODEL}, *configs) as ranks:
+            shares = {
+                name: Share(gang=gang, awake_bytes=needed, residual_bytes=residual)
+                for name, gang in ranks.gangs.items()
+            }
+            await work(ranks, SharedGpus(shares, order_id=lambda: f"turn-{next(numbers)}"))
+
+    asyncio.run(main())
+
+
+async def create(ranks: Ranks) -> ranklink.Answer:
+    body = wire.encode(wire.Create(base_model="tiny"))
+    return await ranks.order("train-0", ranklink.Call("c", "a", body))
+
+
+def test_turns_are_granted_after_the_other_gave_its_memory_back(tmp_path: Path) -> None:
+    async def work(ranks: Ranks, gpus: SharedGpus) -> None:
+        assert gpus.awake == ["train-0", "rollout-0"]
+        await gpus.grant("train-0")
+        assert (gpus.awake, gpus.used) == (["train-0"], {"rollout-0": 6})
+        assert (await create(ranks)).ok
+        await gpus.grant("train-0")
+        assert gpus.used == {"rollout-0": 6}  # nothing was done
+        await gpus.grant("rollout-0")
+        assert (gpus.awake, gpus.used) == (["rollout-0"], {"train-0": 8, "rollout-0": 60})
+        assert (await ranks.load("rollout-0", MODEL.path, model="tiny")).ok
+        await asyncio.gather(gpus.grant("train-0"), gpus.grant("rollout-0"))
+        assert gpus.awake == ["rollout-0"]
+
+    run(tmp_path, work)
+
+
+def test_memory_that_was_not_given_back_keeps_the_turn_where_it_was(tmp_path: Path) -> None:
+    async def work(ranks: Ranks, gpus: SharedGpus) -> None:
+        with pytest.raises(DeviceBusy, match="WPG rollout-0: vLLM sleeps and"):
+            await gpus.grant("train-0")
+        assert gpus.awake == ["rollout-0"]
+        assert (await ranks.load("rollout-0", MODEL.path, model="tiny")).ok
+
+    run(tmp_path, work, residual=5)
+
+
+def test_nobody_is_woken_into_memory_that_is_not_free(tmp_path: Path) -> None:
+    async def work(ranks: Ranks, gpus: SharedGpus) -> None:
+        await gpus.grant("train-0")  # it is awake since its start: nothing to measure
+        with pytest.raises(DeviceBusy, match="WPG rollout-0: vLLM needs"):
+            await gpus.grant("rollout-0")
+        assert gpus.awake == ["train-0"]
+        assert (await create(ranks)).ok
+
+    run(tmp_path, work, needed=99)
+
+
+def test_a_gang_that_was_started_anew_is_awake_and_is_put_to_sleep_again(tmp_path: Path) -> None:
+    async def work(ranks: Ranks, gpus: SharedGpus) -> None:
+        await gpus.grant("train-0")
+        os.kill(ranks.gangs["rollout-0"].pids[0], signal.SIGKILL)
+        await ranks.reaches("rollout-0", incarnation=2)
+        assert gpus.awake == ["train-0", "rollout-0"]
+        await gpus.grant("train-0")
+        assert gpus.awake == ["train-0"]
+
+    run(tmp_path, work)

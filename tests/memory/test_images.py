@@ -1,0 +1,54 @@
+"""Slots of one WPG: which are kept, and which are given back."""
+
+from pathlib import Path
+
+from plexrl_slurm.memory.images import ImageStore
+from plexrl_slurm.memory.slab import Slab, SlabHeader, SlabTensor
+
+
+def write(store: ImageStore, deployment: str) -> int:
+    """A complete image, as a rank and its agent make one."""
+    slot = store.begin()
+    (path,) = store.paths(slot)
+    slab = Slab(path)
+    slab.write(
+        SlabHeader(
+            deployment=deployment,
+            progress=(1, 0),
+            rank=0,
+            world=1,
+            architecture="none",
+            tensors=(SlabTensor("state", "bytes", (5000,), 5000),),
+        )
+    )
+    slab.commit()
+    store.commit(slot, deployment=deployment, progress=(1, 0))
+    return slot
+
+
+def test_so_many_deployments_take_as_many_slabs_and_one(tmp_path: Path) -> None:
+    store = ImageStore(tmp_path, world=1)
+    for turn in range(3):
+        for name in "abcd":
+            write(store, name)
+        assert len(list(tmp_path.iterdir())) == (4 if turn == 0 else 5)
+
+
+def test_when_deployments_end_one_free_slab_stays(tmp_path: Path) -> None:
+    store = ImageStore(tmp_path, world=1)
+    for name in "abcda":
+        write(store, name)
+    store.keep_only(["c"])
+    assert [held.deployment for held in store.held()] == ["c"]
+    assert len(list(tmp_path.iterdir())) == 2
+    assert len(store.free_slots()) == 1
+
+
+def test_a_slab_that_somebody_reads_is_not_given_back(tmp_path: Path) -> None:
+    store = ImageStore(tmp_path, world=1)
+    slots = {name: write(store, name) for name in "abc"}
+    store.pin(slots["c"])
+    for name in "abc":
+        store.drop(name)
+    assert store.paths(slots["c"])[0].exists()
+    assert len(store.free_slots()) == 1

@@ -1,0 +1,88 @@
+"""Traces: what is read, and what is refused with its line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plexrl_slurm.core.errors import BadScript
+from plexrl_slurm.sim.generate import generate
+from plexrl_slurm.sim.trace import compressed, read_trace, write_trace
+from tests.sim.traces import LINE, job, written
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    line: dict[str, Any] = json.loads(json.dumps(LINE))
+    for key, value in changes.items():
+        *path, last = key.split("__")
+        table = line
+        for part in path:
+            table = table[part]
+        table[last] = value
+    return line
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("{", "Input data was truncated"),
+        (changed(train__gpus=0), "train.gpus: Expected `int` >= 1"),
+        (changed(train__gpus=-8), "train.gpus: Expected `int` >= 1"),
+        (changed(steps="ten"), "steps: Expected `int`, got `str`"),
+        (changed(mode="batch"), "mode: Invalid enum value 'batch'"),
+        (changed(slo__max_slowdown=0.9), "slo.max_slowdown: Expected `float` >= 1"),
+        (changed(phases__rollout_s__median=-1), "phases.rollout_s.median: Expected `float` >= 0"),
+        (changed(submit_us=-1), "submit_us: Expected `int` >= 0"),
+        (changed(colour="red"), "unknown field `colour`"),
+        ({key: value for key, value in LINE.items() if key != "model"}, "missing required"),
+        (changed(v=2), "v: Invalid enum value 2"),
+    ],
+)
+def test_a_malformed_line_is_refused_with_its_number_and_key(
+    tmp_path: Path, line: Any, sentence: str
+) -> None:
+    path = written(tmp_path / "trace.jsonl", changed(id="fine"), line)
+    with pytest.raises(BadScript) as refused:
+        read_trace(path)
+    assert str(refused.value).startswith(f"{path}:2: ")
+    assert sentence in str(refused.value)
+
+
+def test_an_id_is_refused_the_second_time(tmp_path: Path) -> None:
+    path = written(tmp_path / "trace.jsonl", LINE, "", LINE)
+    with pytest.raises(BadScript, match=r":3: job a is on line 1 already"):
+        read_trace(path)
+
+
+def test_an_empty_trace_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadScript, match="has no job"):
+        read_trace(written(tmp_path / "trace.jsonl", ""))
+
+
+def test_a_trace_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadScript, match="cannot be read"):
+        read_trace(tmp_path / "none.jsonl")
+
+
+def test_what_is_written_is_read_in_the_order_of_submission(tmp_path: Path) -> None:
+    jobs = [job("late", submit_us=5), job("b"), job("a")]
+    write_trace(tmp_path / "t.jsonl", jobs)
+    assert [each.id for each in read_trace(tmp_path / "t.jsonl")] == ["a", "b", "late"]
+
+
+def test_a_compressed_trace_arrives_faster() -> None:
+    assert [each.submit_us for each in compressed([job(submit_us=270)], 2.7)] == [100]
+
+
+def test_generated_traces_are_valid_and_the_same_for_one_seed(tmp_path: Path) -> None:
+    jobs = generate(jobs=60, days=2, seed=3)
+    write_trace(tmp_path / "t.jsonl", jobs)
+    assert read_trace(tmp_path / "t.jsonl") == jobs == generate(jobs=60, days=2, seed=3)
+    assert jobs != generate(jobs=60, days=2, seed=4)
+    assert {each.mode for each in jobs} == {"sync", "async1"}
+    assert all(0 <= each.submit_us < 2.1 * 86_400e6 for each in jobs)
+
+
+def test_a_job_that_stops_early_takes_the_steps_to_there() -> None:
+    assert (job(steps=5).length, job(steps=5, fail_step=2).length) == (5, 2)

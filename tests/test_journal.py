@@ -1,0 +1,122 @@
+"""Journals: what a core decided is decided again."""
+
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from plexrl_slurm import journal
+from plexrl_slurm.core.costs import SwitchCosts
+from plexrl_slurm.core.errors import BadInput, BadScript
+from plexrl_slurm.core.ids import CauseId
+from plexrl_slurm.core.messages import AnyEvent, RunEnded
+from plexrl_slurm.core.policy import find_policy
+from plexrl_slurm.core.scheduler import SchedulerCore
+from plexrl_slurm.journal import JournalledCore, replay
+from tests.core.harness import World
+from tests.core.workloads import ROLLOUT, TRAIN, crowd
+
+
+def journalled(path: Path, seed: int = 5) -> None:
+    """Write the journal of a crowd with failures, losses and pipelined clients."""
+
+    class Written(World):
+        def make_core(self) -> SchedulerCore:
+            return JournalledCore(
+                find_policy(self.policy),
+                path=path,
+                prior=SwitchCosts(),
+                hold_us=self.hold_us,
+                image_every=self.image_every,
+            )
+
+    world = Written(seed, wpgs=(TRAIN, ROLLOUT), deaths=0.02, failures=0.02, policy="atc_h")
+    crowd(world, trainers=3, samplers=2, steps=4, trouble=0.1)
+    world.run()
+    assert isinstance(world.core, JournalledCore)
+    world.core.close()
+
+
+def changed(path: Path, number: int, line: bytes) -> Path:
+    lines = path.read_bytes().split(b"\n")
+    lines[number - 1] = line
+    path.write_bytes(b"\n".join(lines))
+    return path
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_what_was_decided_is_decided_again(tmp_path: Path, seed: int) -> None:
+    path = tmp_path / "journal" / "1.jsonl"
+    journalled(path, seed)
+    text = path.read_text()
+    assert list(replay(path)) == list(range(2, text.count("\n") + 1))
+    for word in ('"Switch"', '"Charge"', '"Run"', '"WpgDown"'):
+        assert word in text
+
+
+def test_another_decision_is_told_with_its_line_and_both(tmp_path: Path) -> None:
+    path = tmp_path / "1.jsonl"
+    journalled(path)
+    lines = path.read_bytes().split(b"\n")
+    number = next(n for n, line in enumerate(lines, 1) if b'"Switch"' in line)
+    changed(path, number, lines[number - 1].replace(b'"Switch"', b'"Snitch"'))
+    with pytest.raises(BadInput, match=rf":{number}: decided then .*Snitch.*, and now .*Switch"):
+        list(replay(path))
+
+
+def test_a_line_that_was_not_written_whole_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "1.jsonl"
+    journalled(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-20])
+    assert len(list(replay(path))) == whole.count(b"\n") - 2
+
+
+@pytest.mark.parametrize(
+    ("number", "line", "sentence"),
+    [
+        (1, b"{}", ":1: does not begin like a journal"),
+        (1, b'["core",9,"hrrs",{}]', ":1: is of format 9, and this version reads 1"),
+        (1, b'["core",1,"hrrs",{"colour":1}]', ":1: does not begin like a journal"),
+        (3, b"\x00\xff", ":3: is no line of a journal"),
+        (3, b'["handle","NoEvent",{},[]]', ":3: is no line of a journal"),
+        (3, b'["sing",1,"x",[]]', ":3: is no line of a journal: unknown verb"),
+    ],
+)
+def test_a_foreign_file_is_refused_with_its_line(
+    tmp_path: Path, number: int, line: bytes, sentence: str
+) -> None:
+    journalled(tmp_path / "1.jsonl")
+    with pytest.raises(BadScript, match=sentence):
+        list(replay(changed(tmp_path / "1.jsonl", number, line)))
+
+
+def test_a_journal_that_is_full_ends_and_stops_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "MOST_BYTES", 4000)
+    journalled(tmp_path / "1.jsonl")
+    assert 0 < (tmp_path / "1.jsonl").stat().st_size <= 4000
+    assert len(list(replay(tmp_path / "1.jsonl"))) > 2
+
+
+def test_few_journals_of_earlier_daemons_stay(tmp_path: Path) -> None:
+    for number in range(10, 17):
+        JournalledCore(
+            find_policy("hrrs"), path=tmp_path / f"{number}.jsonl", prior=SwitchCosts()
+        ).close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"{number}.jsonl" for number in range(12, 17)
+    ]
+
+
+def test_a_folder_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
+    (tmp_path / "1.jsonl").mkdir()
+    core = JournalledCore(find_policy("hrrs"), path=tmp_path / "1.jsonl", prior=SwitchCosts())
+    assert core.plan(1, CauseId("test")) == []
+    assert "cannot be opened" in core.ended
+
+
+def test_every_event_is_known_by_its_name() -> None:
+    assert journal._EVENTS["RunEnded"] is RunEnded
+    assert set(journal._EVENTS) == {kind.__name__ for kind in get_args(AnyEvent)}
