@@ -14,6 +14,7 @@ from plexrl_slurm.core.tiers import Eviction, How, Tier, TieredImage, choose, ne
 from plexrl_slurm.daemons.nvme_tier import Copy, NvmeTier
 from plexrl_slurm.daemons.prefetch import Prefetcher
 from plexrl_slurm.logs import say
+from plexrl_slurm.memory import contents
 from plexrl_slurm.memory.images import Held, ImageStore
 from plexrl_slurm.memory.nvme import Gate
 
@@ -234,7 +235,8 @@ class HostRoom:
 
     def _on_disk(self) -> int:
         slabs = sum(store.all_bytes() for store in self._stores.values())
-        return slabs + sum(_size(path) for each in self._snapshots for path in each.glob("*"))
+        files = (path for each in self._snapshots for path in each.glob("*") if path.is_file())
+        return slabs + contents.bytes_of(files)
 
     def _used(self) -> int:
         grows = (
@@ -363,10 +365,3 @@ class HostRoom:
 def _key(eviction: Eviction) -> _Key:
     wpg, _, deployment = eviction.id.partition("\n")
     return wpg, deployment
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0

@@ -303,7 +303,11 @@ class HostTier:
         try:
             try:
                 manifest = await asyncio.to_thread(
-                    durable.read_image, folder, self._stores[wpg].paths(slot), **share
+                    durable.read_image,
+                    folder,
+                    self._stores[wpg].paths(slot),
+                    swap=self._swap(wpg, deployment),
+                    **share,
                 )
             except StorageFull:
                 raise
@@ -337,7 +341,11 @@ class HostTier:
         store.pin(held.slot)
         try:
             await asyncio.to_thread(
-                durable.write_image, folder, store.paths(held.slot), writer=self.writer
+                durable.write_image,
+                folder,
+                store.paths(held.slot),
+                writer=self.writer,
+                swap=self._swap(order.wpg, order.deployment),
             )
             self._persisted[order.deployment] = held.progress
             if order.known is not None:
@@ -422,6 +430,9 @@ class HostTier:
         if self._room is not None:
             await self._room.make_room(size)
 
+    def _swap(self, wpg: str, deployment: str) -> Path | None:
+        return self._nvme.swap_folder(wpg, deployment) if self._nvme is not None else None
+
     # -- garbage -----------------------------------------------------------------------------
     def keep_only(self, *, deployments: Iterable[str], snapshots: Iterable[str]) -> None:
         """Everything else is garbage."""
@@ -453,6 +464,8 @@ class HostTier:
     def drop_again(self, *, quiet: bool) -> None:
         """What was under way when it was dropped may have been written since; ``quiet``: nothing
         is under way now."""
+        if self._nvme is not None:
+            self._nvme.sweep_swap()
         if not self._dropped:
             return
         for deployment in {image.deployment for image in self.images()} & self._dropped:
@@ -463,6 +476,8 @@ class HostTier:
     def returns(self, deployment: str) -> None:
         """A deployment that was dropped here lives here again."""
         self._dropped.discard(deployment)
+        if self._nvme is not None:
+            self._nvme.returns(deployment)
 
     def _drop_image(self, deployment: str) -> None:
         for wpg, store in self._stores.items():
@@ -470,3 +485,4 @@ class HostTier:
             store.drop(deployment)
             if self._nvme is not None:
                 self._nvme.drop(wpg, deployment)
+                self._nvme.drop_swap(wpg, deployment)

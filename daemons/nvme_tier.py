@@ -14,7 +14,7 @@ from plexrl_slurm.core.errors import BadImage, Denied, StorageFailed
 from plexrl_slurm.daemons.folders import is_there, locked, refuse_foreign
 from plexrl_slurm.filesystems import network_kind
 from plexrl_slurm.logs import say
-from plexrl_slurm.memory import disk, nvme
+from plexrl_slurm.memory import disk, nvme, swap
 from plexrl_slurm.memory.durable import folder_of
 from plexrl_slurm.memory.images import Held
 
@@ -49,6 +49,8 @@ class NvmeTier:
         #: Bytes that are being written.
         self._coming = 0
         self._number = 0
+        #: Swap folders of deployments that are gone; a rank may use one still.
+        self._doomed: set[Path] = set()
         self._sweeper = ThreadPoolExecutor(1, thread_name_prefix="nvme-sweep")
 
     async def own(self, owner: str) -> None:
@@ -64,6 +66,7 @@ class NvmeTier:
         refuse_foreign(self._home, above=3 if self._shared else 1, setting="nvme_dir")
         self._lock = await locked(self._home, self._make)
         self._owner = owner
+        os.environ[swap.SWAP_DIR] = str(self._swap)  # its ranks inherit it
         await asyncio.to_thread(self._adopt)
 
     def _make(self) -> None:
@@ -72,6 +75,10 @@ class NvmeTier:
     @property
     def _images(self) -> Path:
         return self._home / "images"
+
+    @property
+    def _swap(self) -> Path:
+        return self._home / "swap"
 
     def _adopt(self) -> None:
         for torn in [*self._images.glob("*/*/*/.*"), *self._home.glob(".gone-*")]:
@@ -110,8 +117,9 @@ class NvmeTier:
     # -- copies ------------------------------------------------------------------------------
     @property
     def used(self) -> int:
-        """Bytes of complete copies and of those that are being written."""
-        return self._coming + sum(copy.bytes for copy in self._copies.values())
+        """Bytes of complete copies, of those that are being written, and of swap folders."""
+        swapped = swap.used_bytes(self._swap)
+        return self._coming + swapped + sum(copy.bytes for copy in self._copies.values())
 
     def copies(self) -> Iterable[Copy]:
         """All complete ones."""
@@ -167,8 +175,7 @@ class NvmeTier:
             self._delete(copy.folder)
 
     def _delete(self, folder: Path) -> None:
-        self._number += 1
-        gone = self._home / f".gone-{os.getpid()}-{self._number}"
+        gone = self._gone()
         try:
             disk.disk.rename(folder, gone)
         except FileNotFoundError:
@@ -179,11 +186,41 @@ class NvmeTier:
             return
         self._sweeper.submit(disk.disk.remove_tree, gone)
 
+    def _gone(self) -> Path:
+        self._number += 1
+        return self._home / f".gone-{os.getpid()}-{self._number}"
+
     def keep_only(self, deployments: Iterable[str]) -> None:
         """Drop every copy of a deployment that is not named."""
         wanted = set(deployments)
+        names = {swap.home_of(self._swap, "", deployment).name for deployment in wanted}
+        self._doomed |= {home for home in self._swap.glob("*/[!.]*") if home.name not in names}
+        self.sweep_swap()
         for wpg, deployment in [each for each in self._copies if each[1] not in wanted]:
             self.drop(wpg, deployment)
+
+    # -- swap folders ------------------------------------------------------------------------
+    def swap_folder(self, wpg: str, deployment: str) -> Path:
+        """Where ranks keep the part of a deployment's state that is in no image."""
+        return swap.home_of(self._swap, wpg, deployment)
+
+    def drop_swap(self, wpg: str, deployment: str) -> None:
+        """Delete a deployment's swap folder as soon as no rank uses it."""
+        self._doomed.add(self.swap_folder(wpg, deployment))
+        self.sweep_swap()
+
+    def returns(self, deployment: str) -> None:
+        """A deployment that was dropped lives here again."""
+        name = self.swap_folder("", deployment).name
+        self._doomed = {home for home in self._doomed if home.name != name}
+
+    def sweep_swap(self) -> None:
+        """Try again what ranks had in use."""
+        for home in sorted(self._doomed):
+            gone = self._gone()
+            if swap.set_aside(home, gone):
+                self._doomed.discard(home)
+                self._sweeper.submit(shutil.rmtree, gone, ignore_errors=True)
 
     def clear(self) -> None:
         """The hold is given back."""

@@ -9,6 +9,7 @@ import msgspec
 
 from plexrl_slurm import wire
 from plexrl_slurm.api.service import Principal, SamplerInfo
+from plexrl_slurm.core import content
 from plexrl_slurm.core.errors import BadInput, NotFound, UnknownModel
 from plexrl_slurm.core.ids import CallId, DeploymentId, WpgId
 from plexrl_slurm.core.messages import Call, Deployment, FunctionKind, Pool
@@ -111,7 +112,7 @@ class SamplingCalls(TrainingCalls):
                 uri=None,
                 path=model.path,
                 wpg=self.home_of(job, Pool.ROLLOUT, model),
-                content=f"base {model.name}",
+                content=content.text(content.of_base(model.name)),
                 bytes=model.weights_bytes,
                 deployment=None,
                 ready=True,
@@ -278,7 +279,8 @@ class SamplingCalls(TrainingCalls):
             self.writer.add(snapshots.snapshot_failed, snapshot.id)
             return
         snapshot.ready, snapshot.bytes = True, result.bytes
-        self.writer.add(_snapshot_ready, snapshot.id, result.bytes, self.now_us())
+        snapshot.content = result.content or snapshot.content
+        self.writer.add(_snapshot_ready, snapshot.id, result.bytes, snapshot.content, self.now_us())
         if snapshot.uri is not None:
             self._checkpoint_exists(entry.call, result, CheckpointKind.SAMPLER_WEIGHTS)
         if snapshot.path and self._parts.hub is not None:
@@ -380,8 +382,10 @@ def _with_seed(body: wire.Sample, seed: int) -> wire.Sample:
     return msgspec.structs.replace(body, seed=seed)
 
 
-def _snapshot_ready(session: Any, snapshot: DeploymentId, size: int, now_us: int) -> None:
-    snapshots.snapshot_ready(session, snapshot, bytes=size, now_us=now_us)
+def _snapshot_ready(
+    session: Any, snapshot: DeploymentId, size: int, content: str, now_us: int
+) -> None:
+    snapshots.snapshot_ready(session, snapshot, bytes=size, content=content, now_us=now_us)
 
 
 def _add_checkpoint(session: Any, values: dict[str, Any]) -> None:

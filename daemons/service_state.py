@@ -248,7 +248,7 @@ class StateCalls(SubmissionCalls):
         kept = self.shell.durable.get(live.id)
         if kept is not None:
             tiers.append(_tier(_DURABLE, kept.progress, durable_sizes.get(live.id, 0)))
-        return self._image(live, "training", live.last_used_us, tiers)
+        return self._image(live, "training", live.last_used_us, tiers, content=live.id)
 
     def _sampled(self, live: LiveSnapshot, resident: set[str]) -> dict[str, Any]:
         base = live.deployment is None
@@ -268,7 +268,7 @@ class StateCalls(SubmissionCalls):
             for name in live.samplers
             if (sampler := self.state.samplers.get(name)) is not None
         ]
-        return self._image(live, "weights", max(used, default=0), tiers)
+        return self._image(live, "weights", max(used, default=0), tiers, content=live.content)
 
     def _image(
         self,
@@ -276,12 +276,15 @@ class StateCalls(SubmissionCalls):
         kind: str,
         last_used_us: int,
         tiers: list[dict[str, Any]],
+        *,
+        content: str,
     ) -> dict[str, Any]:
         job = self.state.jobs.get(live.job)
         return {
             "id": live.id,
             "kind": kind,
             "model": live.model,
+            "content": content,
             "job_id": live.job,
             "slurm_id": job.slurm_id if job is not None else "",
             "user": job.user if job is not None else "",
@@ -291,8 +294,12 @@ class StateCalls(SubmissionCalls):
         }
 
     def _tiers(self, images: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """What the images take: of every WPG's devices, every node's host memory, and durably."""
+        """What the images take: of every WPG's devices, every node's host memory, and durably.
+
+        Equal weights are stored once in each place, durably each named file is; so they count.
+        """
         held = self.placer.wpgs
+        counted: set[tuple[tuple[str, str], str]] = set()
         used: dict[tuple[str, str], int] = {}
         for name, each in held.items():
             used[_DEVICE, str(name)] = used[_HOST, each.place.node] = 0
@@ -303,6 +310,12 @@ class StateCalls(SubmissionCalls):
                 node = copy.get("node") or (held[wpg].place.node if wpg in held else "")
                 where = wpg if tier == _DEVICE else node
                 key = (tier, "" if tier == _DURABLE else where)
+                snapshot = self.state.snapshots.get(image["id"])
+                if snapshot is not None:
+                    what = (key, snapshot.path if tier == _DURABLE else snapshot.content)
+                    if what in counted:
+                        continue
+                    counted.add(what)
                 used[key] = used.get(key, 0) + copy["bytes"]
         limits = {
             (_DEVICE, str(name)): each.slot.table.options.get("device_bytes")

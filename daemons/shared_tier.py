@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from plexrl_slurm.logs import say
-from plexrl_slurm.memory import durable
+from plexrl_slurm.memory import contents, durable
 from plexrl_slurm.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -23,14 +23,21 @@ def sweep(settings: Settings, *, deployments: Iterable[str], snapshots: Iterable
     wanted = set(snapshots)
     for path in _within(settings.snapshots_dir):
         # ``NAME.safetensors``, or ``.NAME.safetensors.WRITER.part`` while it is written.
-        if path.name.partition(".safetensors")[0].removeprefix(".") not in wanted:
+        name = path.name.partition(".safetensors")[0].removeprefix(".")
+        if path.is_file() and name not in wanted:
             path.unlink(missing_ok=True)
+    contents.forget(settings.snapshots_dir)
 
 
 def drop_snapshot(settings: Settings, snapshot: str) -> None:
     """Nobody samples from it any more; an agent that is just writing it deletes it then."""
     path = settings.snapshots_dir / f"{snapshot}.safetensors"
-    asyncio.get_running_loop().run_in_executor(None, lambda: path.unlink(missing_ok=True))
+
+    def delete() -> None:
+        path.unlink(missing_ok=True)
+        contents.forget(path.parent)
+
+    asyncio.get_running_loop().run_in_executor(None, delete)
 
 
 def drop_images(settings: Settings, deployment: str) -> None:

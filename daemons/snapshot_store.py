@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from plexrl_slurm.logs import say
+from plexrl_slurm.memory import contents
 from plexrl_slurm.memory.files import part_name, storage_errors
 from plexrl_slurm.memory.partial import forget_partial, nobody_has
 from plexrl_slurm.transport import messages as tm
@@ -215,6 +216,7 @@ class SnapshotStore:
             name = path.name.removeprefix(".").partition(_SUFFIX)[0]
             if path != self.spare and name not in wanted:
                 path.unlink(missing_ok=True)
+        contents.forget(self.published)
 
     def drop(self, name: str) -> None:
         """Nobody samples from it any more."""
@@ -228,6 +230,7 @@ class SnapshotStore:
         part_name(path, self._writer).unlink(missing_ok=True)
         for part in path.parent.glob(f".{path.name}.{self._writer}.*.part"):
             part.unlink(missing_ok=True)
+        contents.forget(self.published)
         fetched = self.fetched_path(name)
         forget_partial(fetched)
         if name not in self._read and not self.spare.exists() and nobody_has(fetched):

@@ -47,9 +47,20 @@ def create_snapshot(
     session.execute(insert(SNAPSHOTS), values)
 
 
-def snapshot_ready(session: Session, snapshot_id: DeploymentId, *, bytes: int, now_us: int) -> None:
-    """Its file is complete. Called in the transaction that ends the publishing call."""
-    _change(session, snapshot_id, state=SnapshotState.READY, bytes=bytes, ready_us=now_us)
+def snapshot_ready(
+    session: Session,
+    snapshot_id: DeploymentId,
+    *,
+    bytes: int,
+    now_us: int,
+    content: str | None = None,
+) -> None:
+    """Its file is complete, and it is known what the weights are.
+
+    Called in the transaction that ends the publishing call.
+    """
+    known = {} if content is None else {"content": content}
+    _change(session, snapshot_id, state=SnapshotState.READY, bytes=bytes, ready_us=now_us, **known)
 
 
 def snapshot_failed(session: Session, snapshot_id: DeploymentId) -> None:

@@ -51,6 +51,7 @@ ENGINE_OPTIONS: Final[Mapping[str, Mapping[str, Callable[[object], object]]]] = 
         "zero_stage": as_count,
         "offload_optimizer": as_text,
         "offload_param": as_text,
+        "decay_vectors": as_switch,
         "max_tokens_per_microbatch": as_count,
         "prefix_sharing": as_switch,
         "model": as_name,
@@ -90,9 +91,10 @@ class WpgSettings:
     #: CPU cores (of each of its nodes) for each WPG in turn: ``[[0], [1]]``; empty: anywhere.
     cores: tuple[tuple[int, ...], ...] = ()
     #: Engine options: deepspeed ``zero_stage`` (1, 2 or 3), ``offload_optimizer`` and
-    #: ``offload_param`` (``none`` or ``cpu``), ``max_tokens_per_microbatch``; vllm
-    #: ``kv_cache_bytes``, ``max_num_seqs``, ``prefix_caching``, ``block_size``, ``max_slots`` and
-    #: ``max_asleep`` (engines awake and asleep, one per architecture); every engine
+    #: ``offload_param`` (``none``, ``cpu``; the first also ``nvme``),
+    #: ``decay_vectors``, ``max_tokens_per_microbatch``; vllm ``kv_cache_bytes``, ``max_num_seqs``,
+    #: ``prefix_caching``, ``block_size``, ``max_slots`` and ``max_asleep`` (engines awake and
+    #: asleep, one per architecture); every engine
     #: ``device_bytes``: what residents may take on all GPUs of a WPG together.
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -240,6 +242,7 @@ def check(path: Path) -> Findings:
     local = hold.backend == "local"
     check_budgets(report, values, models)
     check_nvme(report, values, here=local)
+    _check_swap(report, values, [model for _, model in models], wpgs)
     _check_places(report, values)
     check_host(report, values, here=local)
     problems = report.sentences()
@@ -405,6 +408,39 @@ def _check_tensor_parallel(
                     f"vLLM cannot divide model {model.name} among {wpg.gpus} GPUs: {reason}; "
                     f"choose another number, or take the model out",
                 )
+
+
+def _check_swap(
+    report: Report,
+    values: Mapping[str, Any],
+    models: Sequence[ModelSpec],
+    wpgs: Sequence[WpgSettings],
+) -> None:
+    """What ``offload_optimizer = "nvme"`` needs."""
+    if not any(wpg.options.get("offload_optimizer") == "nvme" for wpg in wpgs):
+        return
+    if not report.has("partition.nvme_dir"):
+        report.bad(
+            "wpg",
+            "offload_optimizer = 'nvme' keeps master weights and moments on a disk of the node: "
+            "write nvme_dir and nvme_bytes in [partition], or offload_optimizer = 'cpu'",
+        )
+    if any(w.options.get("offload_optimizer") == "nvme" and w.nodes > 1 for w in wpgs):
+        report.bad(
+            "wpg",
+            "offload_optimizer = 'nvme' needs a WPG on one node, because a swap folder comes back "
+            "from the durable tier for all ranks at once: write nodes = 1, or 'cpu'",
+        )
+    size = values.get("nvme_bytes")
+    for model in models:
+        needed = zero.SWAP_VERSIONS * zero.SWAPPED_BYTES * model.parameters
+        if size is not None and needed > size:
+            report.bad(
+                "partition.nvme_bytes",
+                f"with offload_optimizer = 'nvme' one deployment of model {model.name} takes up "
+                f"to {needed / 2**30:.2f} GiB there ({zero.SWAP_VERSIONS} versions of its state) "
+                f"and nvme_bytes is {size / 2**30:.2f} GiB: raise nvme_bytes, or write 'cpu'",
+            )
 
 
 def _check_places(report: Report, values: Mapping[str, Any]) -> None:

@@ -161,6 +161,8 @@ class Saved(msgspec.Struct, frozen=True, tag="saved"):
 
     uri: str
     bytes: int
+    #: Equal weights have equal names (:mod:`plexrl_slurm.core.content`); "": not known.
+    content: str = ""
 
 
 class TopK(msgspec.Struct, frozen=True, array_like=True):

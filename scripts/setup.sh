@@ -229,7 +229,7 @@ step venv "virtual environment .venv" make_venv
 step torch "torch $TORCH (CPU)" install_torch
 step engines "vLLM and DeepSpeed (CPU)" install_engines
 step package "plexrl-slurm and its other dependencies" install_package
-[[ -d $TORCH_EXTENSIONS_DIR/cpu_adam ]] || rm -f "$STAMPS/ops"
+[[ -d $TORCH_EXTENSIONS_DIR/cpu_adam && -d $TORCH_EXTENSIONS_DIR/async_io ]] || rm -f "$STAMPS/ops"
 step ops "DeepSpeed's compiled ops" build_ops
 for model in "$@"; do
     if [[ ! -f models/$model/config.json ]]; then

@@ -10,6 +10,7 @@ from plexrl_slurm.core.errors import BadConfig
 from plexrl_slurm.settings import ENGINE_POOLS, Site, check, read, read_site
 from tests.model_folders import PARAMETERS, make_model_folder, safetensors
 
+SWAPPED = '{ zero_stage = 3, offload_optimizer = "nvme" }'
 GOOD = """
 [partition]
 name = "rlvr"
@@ -190,6 +191,21 @@ def test_every_setting_is_read(config: Path) -> None:
             "partition.nvme_bytes",
             "raise nvme_bytes",
             id="nvme too small",
+        ),
+        pytest.param(
+            'engine = "deepspeed"',
+            f'engine = "deepspeed"\noptions = {SWAPPED}',
+            "wpg",
+            "write nvme_dir and nvme_bytes in [partition], or offload_optimizer = 'cpu'",
+            id="swapped without a disk",
+        ),
+        pytest.param(
+            '[[wpg]]\npool = "train"\nengine = "deepspeed"',
+            f'nvme_dir = "nvme"\nnvme_bytes = {30 * PARAMETERS}\n[[wpg]]\npool = "train"\n'
+            f'engine = "deepspeed"\noptions = {SWAPPED}',
+            "partition.nvme_bytes",
+            "(4 versions of its state)",
+            id="swapped on a small disk",
         ),
         pytest.param(
             "[[wpg]]", 'listen = "80"\n[[wpg]]', "partition.listen", "host:port", id="listen"

@@ -39,14 +39,15 @@ def image_size(parameters: int, *, dtype: str, layout: ZeroLayout, ranks: int) -
 
     What else there is: at ZeRO-2 a parameter that lies on the border of two ranks has its
     gradient on both; shares are rounded up to whole elements, tensors in a slab to pages.
-    Offloading moves parts of it from the device to the host and changes nothing here.
+    Offloading moves parts of it from the device to the host and changes nothing here; what lies
+    in swap folders is in no image.
     """
     width = WIDTHS[dtype]
     return ImageSize(
         ranks=ranks,
         weights=parameters * width * (1 if layout.stage == 3 else ranks),
-        masters=parameters * _MASTER,
-        moments=parameters * _MOMENTS,
+        masters=0 if layout.swap_optimizer else parameters * _MASTER,
+        moments=0 if layout.swap_optimizer else parameters * _MOMENTS,
         gradients=parameters * width * (ranks if layout.stage == 1 else 1),
     )
 

@@ -8,7 +8,17 @@ from plexrl_slurm.core.errors import BadInput
 
 STAGES: Final = (1, 2, 3)
 #: Where ``offload_optimizer`` and ``offload_param`` may put what they move.
-OFFLOAD_DEVICES: Final = ("none", "cpu")
+OFFLOAD_DEVICES: Final = {
+    "offload_optimizer": ("none", "cpu", "nvme"),
+    "offload_param": ("none", "cpu"),
+}
+
+
+#: Bytes a parameter of what ``offload_optimizer = "nvme"`` moves: master weight and two moments.
+SWAPPED_BYTES: Final = 12
+#: Versions of it that a deployment has on the disk at most: of two images, the current one, and
+#: the one that a step writes.
+SWAP_VERSIONS: Final = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,14 +29,19 @@ class ZeroLayout:
     stage: int = 2
     #: Master weights and moments in host memory, and the optimizer step on the CPU.
     offload_optimizer: bool = False
+    #: They lie on a disk of the node, and come to host memory for the step only.
+    swap_optimizer: bool = False
     #: Weights in host memory while no layer needs them.
     offload_param: bool = False
+    #: Weight decay works on norms and biases too.
+    decay_vectors: bool = True
 
     @property
     def name(self) -> str:
         """``zero2``, ``zero3-optimizer-param``, ...: images of one name fit each other."""
-        moved = "-optimizer" * self.offload_optimizer + "-param" * self.offload_param
-        return f"zero{self.stage}{moved}"
+        where = "-swapped" if self.swap_optimizer else "-optimizer" * self.offload_optimizer
+        rest = "-param" * self.offload_param + "-matrices" * (not self.decay_vectors)
+        return f"zero{self.stage}{where}{rest}"
 
 
 def problem(options: Mapping[str, object]) -> tuple[str, str] | None:
@@ -34,10 +49,27 @@ def problem(options: Mapping[str, object]) -> tuple[str, str] | None:
     stage = options.get("zero_stage", 2)
     if stage not in STAGES:
         return "zero_stage", f"it is {stage}, and this engine has 1, 2 and 3"
-    for name in ("offload_optimizer", "offload_param"):
+    for name, devices in OFFLOAD_DEVICES.items():
         device = options.get(name, "none")
-        if device not in OFFLOAD_DEVICES:
-            return name, f"it is {device!r}, and this engine moves to 'cpu' or not at all ('none')"
+        if (name, device) == ("offload_param", "nvme"):
+            return name, (
+                "DeepSpeed keeps weights of less than 1 MiB elsewhere and rewrites the files of "
+                "the others where they lie, so that a crash would tear the only copy: write "
+                "'cpu', which with offload_optimizer = 'nvme' leaves 2 or 4 bytes a parameter in "
+                "host memory"
+            )
+        if device not in devices:
+            others = " or ".join(repr(each) for each in devices[1:])
+            return (
+                name,
+                f"it is {device!r}, and this engine moves to {others} or not at all ('none')",
+            )
+    if options.get("offload_optimizer") == "nvme" and stage != 3:
+        return (
+            "offload_optimizer",
+            f"'nvme' needs zero_stage 3, because at zero_stage {stage} DeepSpeed keeps the state "
+            f"in host memory without saying so: take 3, or write 'cpu'",
+        )
     if options.get("offload_param", "none") != "none" and stage != 3:
         return (
             "offload_param",
@@ -54,6 +86,8 @@ def layout_of(options: Mapping[str, object]) -> ZeroLayout:
         raise BadInput(f"{found[0]}: {found[1]}")
     return ZeroLayout(
         stage=int(str(options.get("zero_stage", 2))),
-        offload_optimizer=options.get("offload_optimizer", "none") == "cpu",
+        offload_optimizer=options.get("offload_optimizer", "none") != "none",
+        swap_optimizer=options.get("offload_optimizer") == "nvme",
         offload_param=options.get("offload_param", "none") == "cpu",
+        decay_vectors=bool(options.get("decay_vectors", True)),
     )

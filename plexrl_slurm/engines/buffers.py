@@ -1,6 +1,6 @@
 """Where DeepSpeed's ZeRO optimizers keep a deployment's tensors, for each stage."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -38,8 +38,8 @@ class Buffers(Protocol):
     def fill(self, base: Mapping[str, Tensor]) -> None:
         """Take these weights, by the names of :meth:`named`."""
 
-    def follow_weights(self) -> None:
-        """Make the master weights those of the model."""
+    def follow_weights(self, masters: Sequence[Tensor]) -> None:
+        """Make these, the master weights, those of the model."""
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """Whole weights on rank 0. All ranks together."""
@@ -131,14 +131,14 @@ class WholeWeights:
             for name, parameter in self._model.named_parameters():
                 parameter.copy_(base[name])
 
-    def follow_weights(self) -> None:
+    def follow_weights(self, masters: Sequence[Tensor]) -> None:
         for master, partitions, group in zip(
-            self.masters,
+            masters,
             self._zero.parallel_partitioned_bit16_groups,
             self._zero.real_dp_process_group,
             strict=True,
         ):
-            master.detach().copy_(partitions[torch.distributed.get_rank(group)])
+            master.copy_(partitions[torch.distributed.get_rank(group)])
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._model.named_parameters():
@@ -214,9 +214,9 @@ class ShardedWeights:
             piece.zero_()  # the last piece is padded
             piece[: mine.numel()].copy_(mine)
 
-    def follow_weights(self) -> None:
-        for master, weights in zip(self.masters, self.weights(), strict=True):
-            master.detach().copy_(weights)
+    def follow_weights(self, masters: Sequence[Tensor]) -> None:
+        for master, weights in zip(masters, self.weights(), strict=True):
+            master.copy_(weights)
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         first = torch.distributed.get_rank() == 0

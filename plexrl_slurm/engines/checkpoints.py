@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,13 +11,14 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import safe_open
 from torch import Tensor
 
+from plexrl_slurm.core import content
 from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import BadInput, PlexError
+from plexrl_slurm.engines.reshard import Resharded
 from plexrl_slurm.engines.skeleton import Skeleton, bytes_of, dtype_name
-from plexrl_slurm.memory import checkpoint
+from plexrl_slurm.memory import checkpoint, contents
 from plexrl_slurm.memory.checkpoint import Manifest, RankFile
 from plexrl_slurm.memory.files import (
     NamedBuffer,
@@ -112,6 +114,7 @@ def save(skeleton: Skeleton, model: ModelSpec, path: Path, uri: str, gang: Gang)
                 step=skeleton.step,
                 sharded=skeleton.layout.stage == 3,
                 files=tuple(written),
+                groups=tuple(tuple(name for name, _ in group) for group in skeleton.groups),
             )
             checkpoint.finish(path, manifest)
     except PlexError as error:
@@ -124,11 +127,16 @@ def save(skeleton: Skeleton, model: ModelSpec, path: Path, uri: str, gang: Gang)
 
 def load(
     skeleton: Skeleton, model: ModelSpec, path: Path, uri: str, gang: Gang, *, optimizer: bool
-) -> int:
-    """Read a checkpoint folder; an open step is closed. Nothing changes if it does not fit."""
+) -> tuple[int, int]:
+    """Read a checkpoint folder; an open step is closed. Nothing changes if it does not fit.
+
+    Answers with the bytes read and with what the weights are. One of another number of ranks or
+    ZeRO stage is dealt anew.
+    """
     failure: PlexError | None = None
     try:
         manifest = checkpoint.read_manifest(path, uri)
+        _check_model(manifest, model)
         if manifest.weights_only:
             _check_weights(manifest, model, path, gang, optimizer=optimizer)
     except PlexError as error:
@@ -136,25 +144,44 @@ def load(
     gang.share_failure(failure)
     if manifest.weights_only:
         skeleton.reset(replace(model, path=str(path)))
-        return manifest.bytes
+        weights = content.of_files(*(file.sha256 for file in manifest.files))
+        return manifest.bytes, weights
     try:
-        _check_fit(manifest, model, gang.world, sharded=skeleton.layout.stage == 3)
-        checkpoint.check_file(path, manifest.files[gang.rank], uri)
+        for file in manifest.files[gang.rank :: gang.world]:
+            checkpoint.check_file(path, file, uri)
     except PlexError as error:
         failure = error
     gang.share_failure(failure)
-    wanted = {**skeleton.weights(), **skeleton.masters()}
-    if optimizer:
-        wanted |= skeleton.moments()
-    with safe_open(path / manifest.files[gang.rank].name, framework="pt") as file:
-        for name, tensor in wanted.items():
-            tensor.copy_(file.get_tensor(name))
-    if not optimizer:
-        skeleton.reset_moments()
+
+    def wanted() -> dict[str, Tensor]:
+        return {
+            **skeleton.weights(),
+            **skeleton.masters(),
+            **(skeleton.moments() if optimizer else {}),
+        }
+
+    with ExitStack() as opened:
+        try:
+            source = opened.enter_context(Resharded(path, manifest, skeleton.groups))
+            source.plan(wanted(), gang.rank, gang.world, skeleton)
+        except ValueError as error:
+            failure = BadInput(
+                f"{uri} was saved by {manifest.world} ranks at {_stage(manifest.sharded)} and this "
+                f"WPG has {gang.world} at {_stage(skeleton.layout.stage == 3)}: it cannot be dealt "
+                f"anew ({error}); load it on a WPG of {manifest.world} ranks at "
+                f"{_stage(manifest.sharded)}"
+            )
+        gang.share_failure(failure)
+        with skeleton.rewritten():
+            tensors = wanted()
+            source.fill(tensors)
+            if not optimizer:
+                skeleton.reset_moments()
     skeleton.refresh()
     skeleton.close_step()
     skeleton.set_counters({**skeleton.counters(), "step": manifest.step if optimizer else 0})
-    return sum(tensor.numel() * tensor.element_size() for tensor in wanted.values())
+    read = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    return read, content.of_files(*(file.sha256 for file in manifest.files))
 
 
 def _check_weights(
@@ -165,23 +192,12 @@ def _check_weights(
         raise BadInput(
             f"{manifest.uri} was imported and has no optimizer state: load it without the optimizer"
         )
-    _check_architecture(manifest, model)
     if gang.rank == 0:
         for file in manifest.files:
             checkpoint.check_file(path, file, manifest.uri)
 
 
-def _check_fit(manifest: Manifest, model: ModelSpec, world: int, *, sharded: bool) -> None:
-    _check_architecture(manifest, model)
-    if (manifest.world, manifest.sharded) != (world, sharded):
-        there, here = _stage(manifest.sharded), _stage(sharded)
-        raise BadInput(
-            f"{manifest.uri} was saved by {manifest.world} ranks at {there} and this WPG has "
-            f"{world} at {here}; load it on a WPG of {manifest.world} ranks at {there}"
-        )
-
-
-def _check_architecture(manifest: Manifest, model: ModelSpec) -> None:
+def _check_model(manifest: Manifest, model: ModelSpec) -> None:
     if manifest.architecture != model.architecture:
         raise BadInput(
             f"{manifest.uri} is of architecture {manifest.architecture} ({manifest.dtype}) and "
@@ -202,19 +218,30 @@ def export(
     gang: Gang,
     *,
     uri: str = "",
+    weights: int,
 ) -> int:
-    """Write the sampling weights to ``path``, and a loadable model folder to ``durable``."""
+    """Write the sampling weights to ``path``, and a loadable model folder to ``durable``.
+
+    Equal ``weights`` at ``path``'s side are not written again.
+    """
     failure: PlexError | None = None
-    written = 0
+    written, there = 0, False
+    if gang.rank == 0:
+        there = contents.link(path, weights)
+    if durable is None and gang.everyones(there)[0]:
+        return gang.everyones(path.stat().st_size if there else 0)[0]
     named = skeleton.named_weights()  # all ranks give their share
     if gang.rank == 0:
-        weights = _buffers(named)
+        buffers = _buffers(named)
         try:
             with storage_errors(path.parent, 0):
                 path.parent.mkdir(parents=True, exist_ok=True)
-            written = write_tensors(path, weights, durable=False).bytes
+            if not there:
+                write_tensors(path, buffers, durable=False)
+                contents.remember(path, weights)
+            written = path.stat().st_size
             if durable is not None:
-                _export_folder(weights, model, durable, uri=uri, step=skeleton.step)
+                _export_folder(buffers, model, durable, uri=uri, step=skeleton.step)
         except PlexError as error:
             failure = error
     gang.share_failure(failure)

@@ -11,6 +11,8 @@ with zero gradients would still move the weights by AdamW's momentum.
 import hashlib
 import math
 import os
+import shutil
+import uuid
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor
 
 from plexrl_slurm import wire
+from plexrl_slurm.core import content
 from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import BadImage, BadInput, PlexError, StepSkipped, StorageFull
 from plexrl_slurm.core.zero import layout_of
@@ -31,9 +34,12 @@ from plexrl_slurm.engines.device_memory import DeviceMemory, on_gpu
 from plexrl_slurm.engines.gpus import check_torch
 from plexrl_slurm.engines.movers import Mover, Piece
 from plexrl_slurm.engines.skeleton import Skeleton, bytes_of, dtype_name, quiet
+from plexrl_slurm.memory import swap
 from plexrl_slurm.memory.slab import Slab, SlabHeader, SlabTensor
 from plexrl_slurm.model_fingerprint import check_weights
 
+#: Name under which an image says what its weights are.
+_WEIGHTS: Final = "weights"
 #: A rank that hears nothing from another for so long gives up.
 _TIMEOUT: Final = timedelta(minutes=5)
 
@@ -58,8 +64,12 @@ class DeepSpeedEngine:
         self._skeleton: Skeleton | None = None
         self._last: Skeleton | None = None
         self._deployment = ""
+        #: What the resident's weights are; see :mod:`plexrl_slurm.core.content`.
+        self._weights = 0
+        self._steps, self._unique = 0, self._gang.everyones(uuid.uuid4().hex)[0]
         self._model: ModelSpec | None = None
         self._slabs: dict[Path, Slab] = {}
+        self._swap = _swap_folder(spec) if self._zero.swap_optimizer else None
         self._mover = Mover.for_device(_device(), ranks=spec.world)
         # Built now, so that no job waits for it and no job pays for it.
         first = str(spec.options.get("model", next(iter(spec.models), "")))
@@ -78,15 +88,20 @@ class DeepSpeedEngine:
         there = model.architecture in self._skeletons
         skeleton = self._skeleton_for(model)
         self._deployment, self._model = "", None  # nobody's, until all is in place
-        if there:
+        self._enter(skeleton, deployment)
+        self._make_room(skeleton)
+        if there or skeleton.swapped is not None:
             skeleton.reset(model)  # a new one has the base weights already
         self._deployment, self._model = deployment, model
+        self._weights = content.of_base(model.name)
         return wire.Created(parameters=skeleton.parameters)
 
     def save_image(self, path: Path, *, deployment: str, progress: tuple[int, int]) -> int:
         slab, pieces = self._leave(path, deployment, progress)
         moved = self._mover.move(out=pieces)
         slab.commit()
+        if self._skeleton is not None and self._skeleton.swapped is not None:
+            self._skeleton.swapped.saved()
         return moved
 
     def load_image(self, path: Path, *, deployment: str) -> int:
@@ -125,7 +140,7 @@ class DeepSpeedEngine:
     ) -> tuple[Slab, list[Piece]]:
         """What a slab, now invalid, must get before it is committed."""
         skeleton, _ = self._resident(deployment)
-        state = skeleton.image()
+        state, swapped = skeleton.image(), skeleton.swapped
         slab = self._slab(path)
         header = SlabHeader(
             deployment=deployment,
@@ -134,7 +149,11 @@ class DeepSpeedEngine:
             world=self._spec.world,
             architecture=self._layout(skeleton.architecture),
             tensors=tuple(_entry(name, tensor) for name, tensor in state.items()),
-            state=skeleton.counters(),
+            state={
+                **skeleton.counters(),
+                **(swapped.state() if swapped is not None else {}),
+                _WEIGHTS: self._weights,
+            },
         )
         failure: StorageFull | None = None
         try:
@@ -160,6 +179,9 @@ class DeepSpeedEngine:
         """What an image brings; :meth:`_arrive` comes after it."""
         self._mover.pin(path, slab.whole())
         self._deployment, self._model = "", None  # nobody's, until all is in place
+        self._enter(skeleton, header.deployment)
+        if skeleton.swapped is not None:
+            skeleton.swapped.load(header.state, path)
         table = {t.name: (getattr(torch, t.dtype), t.shape) for t in header.tensors}
         try:
             places = skeleton.prepare(table)
@@ -177,6 +199,7 @@ class DeepSpeedEngine:
     ) -> None:
         skeleton.settle([tensor.name for tensor in header.tensors], header.state)
         self._deployment, self._model = deployment, model
+        self._weights = header.state.get(_WEIGHTS) or self._new_weights()
 
     def _model_of(self, path: Path, header: SlabHeader, deployment: str) -> ModelSpec:
         if header.deployment != deployment:
@@ -207,7 +230,12 @@ class DeepSpeedEngine:
         if skeleton is None or skeleton is not self._skeleton:
             self._put_to_sleep()
             if skeleton is None:
-                skeleton = Skeleton(model, layout=self._zero)
+                scratch = None
+                if self._swap is not None:
+                    scratch = swap.scratch_of(self._swap, self._spec.wpg, self._spec.rank)
+                    scratch /= model.architecture
+                    shutil.rmtree(scratch, ignore_errors=True)
+                skeleton = Skeleton(model, layout=self._zero, scratch=scratch)
                 self._skeletons[model.architecture] = skeleton
             skeleton.wake()
             self._skeleton = skeleton
@@ -232,6 +260,27 @@ class DeepSpeedEngine:
     def memory(self) -> DeviceMemory:
         held = sum(skeleton.bytes for skeleton in self._skeletons.values())
         return on_gpu() or DeviceMemory(used=held)
+
+    def _enter(self, skeleton: Skeleton, deployment: str) -> None:
+        """Let go of the resident's swap folder and open another."""
+        if skeleton.swapped is not None and self._swap is not None:
+            home = swap.home_of(self._swap, self._spec.wpg, deployment)
+            skeleton.swapped.enter(home, rank=self._spec.rank, world=self._spec.world)
+
+    def _make_room(self, skeleton: Skeleton) -> None:
+        """On all ranks or on none: a new version of what lies on the disk."""
+        if skeleton.swapped is None:
+            return
+        failure: StorageFull | None = None
+        try:
+            skeleton.swapped.begin()
+        except StorageFull as error:
+            failure = error
+        try:
+            self._gang.share_failure(failure)
+        except StorageFull:
+            skeleton.swapped.abandon()
+            raise
 
     def _resident(self, deployment: str | None = None) -> tuple[Skeleton, ModelSpec]:
         if self._skeleton is None or self._model is None:
@@ -285,6 +334,7 @@ class DeepSpeedEngine:
             raise BadInput(
                 "optim_step without a forward_backward since the last one: there are no gradients"
             )
+        self._make_room(skeleton)
         norm = skeleton.take_step(
             lr=body.learning_rate,
             betas=(body.beta1, body.beta2),
@@ -298,6 +348,7 @@ class DeepSpeedEngine:
                 "the gradient is not finite: this step was skipped and its gradients dropped; "
                 "weights and moments are as before"
             )
+        self._weights = self._new_weights()
         return wire.OptimOutput(
             metrics={
                 "grad_norm": norm,
@@ -315,7 +366,8 @@ class DeepSpeedEngine:
 
     def load_state(self, body: wire.LoadState) -> wire.Saved:
         skeleton, model = self._resident()
-        read = load(
+        self._make_room(skeleton)
+        read, self._weights = load(
             skeleton, model, Path(body.path), body.uri, self._gang, optimizer=body.optimizer
         )
         return wire.Saved(uri=body.uri, bytes=read)
@@ -323,8 +375,15 @@ class DeepSpeedEngine:
     def publish(self, body: wire.Publish, path: Path) -> wire.Saved:
         skeleton, model = self._resident()
         durable = Path(body.path) if body.path else None
-        written = export(skeleton, model, path, durable, self._gang, uri=body.uri)
-        return wire.Saved(uri=body.uri, bytes=written)
+        written = export(
+            skeleton, model, path, durable, self._gang, uri=body.uri, weights=self._weights
+        )
+        return wire.Saved(uri=body.uri, bytes=written, content=content.text(self._weights))
+
+    def _new_weights(self) -> int:
+        """Nobody else's; the same on all ranks."""
+        self._steps += 1
+        return content.of_step(f"{self._unique} {self._steps}")
 
     def digest(self) -> str:
         skeleton, _ = self._resident()
@@ -370,6 +429,17 @@ def _entry(name: str, tensor: Tensor) -> SlabTensor:
         shape=tuple(tensor.shape),
         bytes=tensor.numel() * tensor.element_size(),
     )
+
+
+def _swap_folder(spec: RankSpec) -> Path:
+    """Where swap folders are; raises ``BadInput``."""
+    folder = os.environ.get(swap.SWAP_DIR)
+    if not folder:
+        raise BadInput(
+            f"WPG {spec.wpg} has offload_optimizer = 'nvme' and its node no disk for it: write "
+            f"nvme_dir and nvme_bytes in the partition's file, or offload_optimizer = 'cpu'"
+        )
+    return Path(folder)
 
 
 def _check_adam(body: wire.OptimStep) -> None:

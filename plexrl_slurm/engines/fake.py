@@ -26,6 +26,7 @@ import numpy as np
 
 from plexrl_slurm import wire
 from plexrl_slurm.clock import now_us
+from plexrl_slurm.core import content
 from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import BadImage, BadInput, StorageFull
 from plexrl_slurm.engines.base import RankSpec
@@ -64,6 +65,12 @@ class FakeSnapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 def base_weights(model: str) -> str:
     """The hash that stands for a catalogue model's own weights."""
     return _hash("base", model)
+
+
+def _content(state: FakeState) -> str:
+    if state.weights == base_weights(state.base_model):
+        return content.text(content.of_base(state.base_model))
+    return content.text(content.of_files(state.weights))
 
 
 def fake_memory(spec: RankSpec, *, awake: bool) -> DeviceMemory:
@@ -223,7 +230,7 @@ class FakeTrainEngine:
         written = self._file(path, snapshot)
         if body.path:
             self._file(Path(body.path) / "model.safetensors", snapshot)
-        return wire.Saved(body.uri, written)
+        return wire.Saved(body.uri, written, _content(state))
 
     def sleep(self) -> DeviceMemory:
         self._enter("sleep")

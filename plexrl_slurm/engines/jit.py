@@ -62,8 +62,8 @@ def prebuild() -> None:
     clear_stale_locks(extensions_dir())
     from deepspeed.accelerator import get_accelerator
 
-    # The second is what offload_optimizer = "cpu" steps with.
-    for name in ("ShareMemCommBuilder", "CPUAdamBuilder"):
+    # The second is what offload_optimizer = "cpu" steps with, the third what "nvme" reads with.
+    for name in ("ShareMemCommBuilder", "CPUAdamBuilder", "AsyncIOBuilder"):
         builder = get_accelerator().create_op_builder(name)
         if builder is not None:
             builder.load(verbose=False)

@@ -25,10 +25,12 @@ from torch import Tensor
 
 from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import BadInput
+from plexrl_slurm.core.shards import Groups
 from plexrl_slurm.core.zero import ZeroLayout
 from plexrl_slurm.engines import storages
 from plexrl_slurm.engines.batching import MicroBatch
 from plexrl_slurm.engines.buffers import Buffers, ShardedWeights, WholeWeights
+from plexrl_slurm.engines.infinity import Swapped
 from plexrl_slurm.engines.policy import Policy
 
 #: Counters of the engine and of its ZeRO optimizer that a deployment takes with it.
@@ -48,6 +50,8 @@ _ZERO_COUNTERS: Final = (
 )
 #: Gradients are reduced in buckets of so many elements.
 _BUCKET_ELEMENTS: Final = 1 << 24
+#: With the optimizer's state on a disk, a step moves so many elements at once.
+_SUB_GROUP_ELEMENTS: Final = 1 << 26
 
 
 def dtype_name(tensor: Tensor) -> str:
@@ -75,8 +79,9 @@ def quiet() -> Iterator[None]:
 class Skeleton:
     """The engine of one architecture. Whose state is in it is its owner's business."""
 
-    def __init__(self, model: ModelSpec, *, layout: ZeroLayout) -> None:
-        """Build it; all ranks together. Its first content is ``model``'s base weights."""
+    def __init__(self, model: ModelSpec, *, layout: ZeroLayout, scratch: Path | None) -> None:
+        """Build it; all ranks together. Its first content is ``model``'s base weights, but for
+        what is in swap folders; ``scratch`` is one for what belongs to nobody."""
         import deepspeed
 
         self.architecture = model.architecture
@@ -84,12 +89,18 @@ class Skeleton:
         self.policy = Policy(_read_model(model))
         for parameter in self.policy.parameters():
             parameter.data = parameter.data.clone()  # mapped from the file until now
+        groups = _parameter_groups(self.policy, layout)
+        names = {id(each): name for name, each in self.policy.model.named_parameters()}
+        #: Names and sizes of the parameters, by DeepSpeed's parameter groups.
+        self.groups: Groups = [
+            [(names[id(each)], each.numel()) for each in group] for group in groups
+        ]
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         with quiet():
             self._engine = deepspeed.initialize(
                 model=self.policy,
-                model_parameters=list(self.policy.parameters()),
-                config=_config(model, layout),
+                model_parameters=[{"params": group} for group in groups],
+                config=_config(model, layout, scratch),
             )[0]
         self._zero: Any = self._engine.optimizer
         self._inner: Any = self._zero.optimizer
@@ -98,7 +109,12 @@ class Skeleton:
             if layout.stage == 3
             else WholeWeights(self.policy, self._zero, partition_gradients=layout.stage == 2)
         )
-        for master in self._buffers.masters:
+        #: What of the masters and moments lies on a disk.
+        self.swapped = Swapped(self._zero) if layout.swap_optimizer else None
+        on_disk = self.swapped.groups if self.swapped is not None else ()
+        for index, master in enumerate(self._buffers.masters):
+            if index in on_disk:
+                continue
             # What AdamW would make in its first step, so that images can be copied into it.
             self._inner.state[master] = {
                 "step": 0
@@ -133,14 +149,28 @@ class Skeleton:
 
     def masters(self) -> dict[str, Tensor]:
         """This rank's share of the fp32 master weights."""
-        return {f"master.{i}": t.detach() for i, t in enumerate(self._buffers.masters)}
+        found = {f"master.{i}": t.detach() for i, t in enumerate(self._buffers.masters)}
+        return found | self._on_disk("master")
 
     def moments(self) -> dict[str, Tensor]:
         """This rank's share of AdamW's moments."""
-        return {
-            f"{name}.{i}": state[name]
-            for i, state in enumerate(self._inner.state.values())
+        found = {
+            f"{name}.{i}": self._inner.state[master][name]
+            for i, master in enumerate(self._buffers.masters)
             for name in ("exp_avg", "exp_avg_sq")
+        }
+        return found | self._on_disk("exp_avg")
+
+    def _on_disk(self, part: str) -> dict[str, Tensor]:
+        tensors = self.swapped.tensors() if self.swapped is not None else {}
+        return {name: tensor for name, tensor in tensors.items() if name.startswith(part)}
+
+    def _in_memory(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        groups = self.swapped.groups if self.swapped is not None else frozenset()
+        return {
+            name: tensor
+            for name, tensor in tensors.items()
+            if int(name.rpartition(".")[2]) not in groups or name.startswith("weights")
         }
 
     def gradients(self) -> dict[str, Tensor]:
@@ -149,9 +179,9 @@ class Skeleton:
 
     def image(self) -> dict[str, Tensor]:
         """Everything that an image must hold: moments only once there are some."""
-        state = {**self.weights(), **self.masters()}
+        state = {**self.weights(), **self._in_memory(self.masters())}
         if self.step:
-            state |= self.moments()
+            state |= self._in_memory(self.moments())
         return state | {name: t.detach() for name, t in self.gradients().items()}
 
     def counters(self) -> dict[str, int]:
@@ -187,7 +217,11 @@ class Skeleton:
 
         Whatever gradients were there are forgotten. Raises ``KeyError`` for a foreign name.
         """
-        places = {**self.weights(), **self.masters(), **self.moments()}
+        places = {
+            **self.weights(),
+            **self._in_memory(self.masters()),
+            **self._in_memory(self.moments()),
+        }
         self._buffers.forget_gradients()
         grads = {name: shape for name, shape in tensors.items() if name.startswith("grad.")}
         for name, (dtype, shape) in grads.items():
@@ -203,8 +237,10 @@ class Skeleton:
 
     def settle(self, tensors: Collection[str], counters: Mapping[str, int]) -> None:
         """All tensors of an image are in place: moments that it lacks are zero."""
-        if not any(name in tensors for name in self.moments()):
-            self.reset_moments()
+        moments = self._in_memory(self.moments())
+        if not any(name in tensors for name in moments):
+            for tensor in moments.values():
+                tensor.zero_()
         self.set_counters(counters)
         self.refresh()
 
@@ -226,11 +262,22 @@ class Skeleton:
     def reset(self, model: ModelSpec) -> None:
         """Fresh state: ``model``'s base weights, zero moments, step 0."""
         self._buffers.fill(dict(_read_model(model).named_parameters()))
-        self._buffers.follow_weights()
+        with self.rewritten():
+            self._buffers.follow_weights(list(self.masters().values()))
+            self.reset_moments()
         self._buffers.forget_gradients()
-        self.reset_moments()
         self.set_counters(self._fresh)
         self.refresh()
+
+    @contextmanager
+    def rewritten(self) -> Iterator[None]:
+        """While all masters and moments are written from outside; room for them has been made
+        with ``swapped.begin()``."""
+        if self.swapped is not None:
+            self.swapped.fresh()
+        yield
+        if self.swapped is not None:
+            self.swapped.commit()
 
     def refresh(self) -> None:
         """To be called when the weights have been changed from outside."""
@@ -252,6 +299,8 @@ class Skeleton:
         """Give the memory back; what was in it is gone, until :meth:`wake` and a new content."""
         if self._released is None:
             self._released = storages.Released(self._tensors())
+            if self.swapped is not None:
+                self.swapped.leave()
             self._slots.clear()
             self._buffers.forget_gradients()
             self.open = False
@@ -263,7 +312,7 @@ class Skeleton:
             self._released = None
 
     def _tensors(self) -> list[Tensor]:
-        state = {**self.moments(), **self.gradients()}
+        state = {**self._in_memory(self.moments()), **self.gradients()}
         return [*self._buffers.all(), *state.values(), *self._slots.values()]
 
     # -- computing ---------------------------------------------------------------------------
@@ -297,12 +346,17 @@ class Skeleton:
         self._zero.clip_grad = clip
         for group in self._inner.param_groups:
             group.update(adam)
+        if not self.layout.decay_vectors:
+            self._inner.param_groups[-1]["weight_decay"] = 0.0
         if self.layout.offload_optimizer:
             self._forget_beta_powers()
         with quiet():
             self._engine.step()
         self.open = False
-        return float("nan") if self._zero.overflow else float(self._zero._global_grad_norm)
+        skipped = bool(self._zero.overflow)
+        if self.swapped is not None:
+            (self.swapped.abandon if skipped else self.swapped.commit)()
+        return float("nan") if skipped else float(self._zero._global_grad_norm)
 
     def _forget_beta_powers(self) -> None:
         """Make DeepSpeedCPUAdam compute beta^step anew.
@@ -322,6 +376,14 @@ class Skeleton:
         )
 
 
+def _parameter_groups(policy: Policy, layout: ZeroLayout) -> list[list[Any]]:
+    """Those that decay, and those that do not if there are such."""
+    parameters = list(policy.parameters())
+    if layout.decay_vectors:
+        return [parameters]
+    return [[p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() <= 1]]
+
+
 def _read_model(model: ModelSpec) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
@@ -338,7 +400,7 @@ def _read_model(model: ModelSpec) -> Any:
         )
 
 
-def _config(model: ModelSpec, layout: ZeroLayout) -> dict[str, Any]:
+def _config(model: ModelSpec, layout: ZeroLayout, scratch: Path | None) -> dict[str, Any]:
     zero: dict[str, Any] = {
         "stage": layout.stage,
         "overlap_comm": False,
@@ -348,6 +410,9 @@ def _config(model: ModelSpec, layout: ZeroLayout) -> dict[str, Any]:
     host = {"device": "cpu", "pin_memory": False}
     if layout.offload_optimizer:
         zero["offload_optimizer"] = host
+    if layout.swap_optimizer:
+        zero["offload_optimizer"] = {**host, "device": "nvme", "nvme_path": str(scratch)}
+        zero["sub_group_size"] = _SUB_GROUP_ELEMENTS
     if layout.offload_param:
         zero["offload_param"] = host
     if layout.stage == 3:

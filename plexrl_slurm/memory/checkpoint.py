@@ -43,6 +43,8 @@ class Manifest(msgspec.Struct, frozen=True):
     format: int = _FORMAT
     #: Weights are shared out to the ranks too (ZeRO-3).
     sharded: bool = False
+    #: Parameter groups, by names in DeepSpeed's order; empty: one, in the model's order.
+    groups: tuple[tuple[str, ...], ...] = ()
     #: The folder is a Hugging Face model: it has no optimizer state, and fits any number of ranks.
     weights_only: bool = False
 

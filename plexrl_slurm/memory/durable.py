@@ -23,10 +23,19 @@ from plexrl_slurm.memory.files import (
     write_all,
     write_bytes,
 )
-from plexrl_slurm.memory.slab import PRELUDE_BYTES, put_prelude, read_header, unmarked, used_bytes
+from plexrl_slurm.memory.slab import (
+    PRELUDE_BYTES,
+    parse_header,
+    put_prelude,
+    read_header,
+    unmarked,
+    used_bytes,
+)
+from plexrl_slurm.memory.swap import VERSION, version_folder
 
 _CHUNK: Final = 8 << 20
 MANIFEST: Final = "manifest.json"
+_DAMAGED: Final = "is damaged: its checksum is not that of its manifest"
 
 
 class RankFile(msgspec.Struct, frozen=True):
@@ -43,11 +52,13 @@ class Manifest(msgspec.Struct, frozen=True):
     deployment: str
     progress: tuple[int, int]
     files: tuple[RankFile, ...]
+    #: What the ranks' swap folders held, by ``rank-0.swap/NAME``.
+    swapped: tuple[RankFile, ...] = ()
 
     @property
     def bytes(self) -> int:
         """Of all files."""
-        return sum(file.bytes for file in self.files)
+        return sum(file.bytes for file in (*self.files, *self.swapped))
 
 
 def folder_of(durable: Path, deployment: str, progress: tuple[int, int]) -> Path:
@@ -61,8 +72,11 @@ def home_of(durable: Path, deployment: str) -> Path:
     return durable / deployment.replace(":", ".").replace("/", "_")
 
 
-def write_image(folder: Path, slabs: Sequence[Path], *, writer: str) -> Manifest:
-    """Copy complete slabs, one for each rank, into the new ``folder``.
+def write_image(
+    folder: Path, slabs: Sequence[Path], *, writer: str, swap: Path | None = None
+) -> Manifest:
+    """Copy complete slabs, one for each rank, into the new ``folder``; and what of the state is in
+    the deployment's swap folder, ``swap``.
 
     ``writer`` keeps apart what two agents write at once. If the folder is there already, it has
     the same image. Raises ``BadImage`` for a slab that is not complete, and ``StorageFull``.
@@ -72,9 +86,22 @@ def write_image(folder: Path, slabs: Sequence[Path], *, writer: str) -> Manifest
     disk.disk.remove_tree(part)
     disk.disk.make_folder(part)
     try:
-        files = [write_rank(part, slab, rank) for rank, slab in enumerate(slabs)]
+        files, swapped = [], []
+        for rank, slab in enumerate(slabs):
+            files.append(write_rank(part, slab, rank))
+            version = _version(slab, rank, len(slabs), swap)
+            if version is None:
+                continue
+            disk.disk.make_folder(part / f"rank-{rank}.swap")
+            for path in _listed(version):
+                name = f"rank-{rank}.swap/{path.name}"
+                swapped.append(_copy_in(part, name, path, path.stat().st_size))
+            sync_folder(part / f"rank-{rank}.swap")
         manifest = Manifest(
-            deployment=header.deployment, progress=header.progress, files=tuple(files)
+            deployment=header.deployment,
+            progress=header.progress,
+            files=tuple(files),
+            swapped=tuple(swapped),
         )
         write_bytes(part / MANIFEST, msgspec.json.encode(manifest))
         if (folder / MANIFEST).exists():
@@ -104,10 +131,30 @@ def _write_file(path: Path, chunks: Iterator[bytes]) -> int:
 
 def write_rank(part: Path, slab: Path, rank: int) -> RankFile:
     """Copy one rank's complete slab into an image that is not finished."""
-    name, size = f"rank-{rank}.slab", used_bytes(slab)
+    return _copy_in(part, f"rank-{rank}.slab", slab, used_bytes(slab))
+
+
+def _copy_in(part: Path, name: str, path: Path, size: int) -> RankFile:
     with storage_errors(part, size):
-        crc = _write_file(part / name, _chunks(slab, size))
+        crc = _write_file(part / name, _chunks(path, size))
     return RankFile(name=name, bytes=size, crc32=crc)
+
+
+def _version(slab: Path, rank: int, world: int, swap: Path | None) -> Path | None:
+    """The part of a slab's state that is on the disk, if one is."""
+    state = read_header(slab).state
+    if VERSION not in state:
+        return None
+    if swap is None:
+        raise BadImage(str(slab), "has a part in a swap folder, and this node has none")
+    return version_folder(swap, rank=rank, world=world, state=state)
+
+
+def _listed(version: Path) -> list[Path]:
+    try:
+        return sorted(version.iterdir())
+    except FileNotFoundError:
+        raise BadImage(str(version), "is gone, and an image has its state in it") from None
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -121,9 +168,15 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_image(
-    folder: Path, slabs: Sequence[Path], *, first: int = 0, world: int | None = None
+    folder: Path,
+    slabs: Sequence[Path],
+    *,
+    first: int = 0,
+    world: int | None = None,
+    swap: Path | None = None,
 ) -> Manifest:
-    """Copy the image in ``folder`` into slabs, which are valid only once all is there and checked.
+    """Copy the image in ``folder`` into slabs, which are valid only once all is there and checked;
+    and what else there is of it into the deployment's swap folder, ``swap``.
 
     A slab that exists is overwritten in place: ranks keep their mapping of it. ``first``: the rank
     of the first slab, if another node has ranks, too; ``world``: of all.
@@ -138,9 +191,38 @@ def read_image(
     mine = manifest.files[first : first + len(slabs)]
     for file, slab in zip(mine, slabs, strict=True):
         preludes.append(_read_slab(folder / file.name, file, slab))
+    for rank, (prelude, slab) in enumerate(zip(preludes, slabs, strict=True)):
+        _read_swapped(folder, manifest, rank, slab, prelude, swap)
     for prelude, slab in zip(preludes, slabs, strict=True):
         put_prelude(slab, prelude)
     return manifest
+
+
+def _read_swapped(
+    folder: Path, manifest: Manifest, rank: int, slab: Path, prelude: bytes, swap: Path | None
+) -> None:
+    files = [file for file in manifest.swapped if file.name.startswith(f"rank-{rank}.swap/")]
+    if not files:
+        return
+    if swap is None:
+        raise BadImage(str(folder), "has a part that belongs on a disk, and this node has none")
+    state = parse_header(slab, prelude).state
+    version = version_folder(swap, rank=rank, world=len(manifest.files), state=state)
+    if version is None:
+        raise BadImage(str(folder), "has swapped files and a slab that knows of none")
+    part = version.with_name(f".{version.name}.part")
+    disk.disk.remove_tree(part)
+    disk.disk.make_folder(part)
+    try:
+        for file in files:
+            name = file.name.rpartition("/")[2]
+            copy = _copy_in(part, name, folder / file.name, file.bytes)
+            if copy.crc32 != file.crc32:
+                raise BadImage(str(folder / file.name), _DAMAGED)
+        if not version.exists():  # else it is the same: versions do not change
+            disk.disk.rename(part, version)
+    finally:
+        disk.disk.remove_tree(part)
 
 
 def _read_slab(source_path: Path, file: RankFile, slab: Path) -> bytes:
@@ -160,7 +242,7 @@ def _read_slab(source_path: Path, file: RankFile, slab: Path) -> bytes:
     finally:
         disk.disk.close(target)
     if crc != file.crc32:
-        raise BadImage(str(source_path), "is damaged: its checksum is not that of its manifest")
+        raise BadImage(str(source_path), _DAMAGED)
     return prelude
 
 

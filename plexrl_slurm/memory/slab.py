@@ -77,6 +77,14 @@ def read_header(path: Path) -> SlabHeader:
     return _parse(path, size, prelude, header)
 
 
+def parse_header(path: Path, prelude: bytes) -> SlabHeader:
+    """The header of a slab at ``path`` that lacks nothing but its ``prelude``; or ``BadImage``."""
+    with path.open("rb") as file:
+        file.seek(_PRELUDE.size)
+        header = file.read(_header_bytes(path, prelude))
+        return _parse(path, os.fstat(file.fileno()).st_size, prelude, header)
+
+
 def used_bytes(path: Path) -> int:
     """Bytes of the complete slab at ``path`` that mean something; raises ``BadImage``."""
     read_header(path)

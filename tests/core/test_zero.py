@@ -16,6 +16,8 @@ from plexrl_slurm.core.zero import layout_of, problem
             {"zero_stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"},
             "zero3-optimizer-param",
         ),
+        ({"zero_stage": 3, "offload_optimizer": "nvme"}, "zero3-swapped"),
+        ({"decay_vectors": False}, "zero2-matrices"),
     ],
     ids=str,
 )
@@ -30,7 +32,9 @@ def test_layouts_whose_images_do_not_fit_have_different_names(
     ("options", "sentence"),
     [
         ({"zero_stage": 0}, "zero_stage: it is 0, and this engine has 1, 2 and 3"),
-        ({"offload_optimizer": "nvme"}, "offload_optimizer: it is 'nvme', .* 'cpu' or not at all"),
+        ({"offload_optimizer": "disk"}, "offload_optimizer: it is 'disk', .* 'cpu' or 'nvme' or"),
+        ({"offload_optimizer": "nvme"}, "offload_optimizer: 'nvme' needs zero_stage 3.*stage 2"),
+        ({"zero_stage": 3, "offload_param": "nvme"}, "offload_param: .* tear the only copy"),
         ({"zero_stage": 3, "offload_param": "disk"}, "offload_param: it is 'disk'"),
         ({"offload_param": "cpu"}, "offload_param: it needs zero_stage 3.* at zero_stage 2"),
     ],

@@ -15,7 +15,7 @@ import pytest
 from plexrl_slurm.core.errors import BadImage, Denied
 from plexrl_slurm.daemons import folders, shared_tier
 from plexrl_slurm.daemons.host_tier import HostTier
-from plexrl_slurm.memory import durable
+from plexrl_slurm.memory import contents, durable
 from plexrl_slurm.memory.files import WRITER, NamedBuffer, part_name, write_tensors
 from plexrl_slurm.transport import messages as tm
 from tests.daemons.holds_bench import World, settings_in, world_in
@@ -142,7 +142,7 @@ def test_a_tier_that_other_users_can_change_is_refused(tmp_path: Path, above: in
 def test_a_durable_image_that_the_file_system_does_not_give_fails_one_switch_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stale(*_: object) -> None:
+    def stale(*_: object, **_more: object) -> None:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
     tier = tier_in(tmp_path)
@@ -294,3 +294,16 @@ def test_slabs_of_a_wpg_that_is_no_more_give_their_memory_back(tmp_path: Path) -
     assert list((tmp_path / "host").rglob("slot-*")), "it runs, and its slabs stay warm"
     again.forget_idle([])
     assert not list((tmp_path / "host").rglob("slot-*"))
+
+
+def test_equal_weights_of_two_snapshots_leave_memory_with_the_last(tmp_path: Path) -> None:
+    tier = tier_in(tmp_path, shared=False)
+    first, second = tier.snapshots.path("a.v1"), tier.snapshots.path("b.v1")
+    first.write_bytes(b"12345678")
+    contents.remember(first, 1)
+    assert contents.link(second, 1)
+    assert sorted(tier.snapshots.names()) == ["a.v1", "b.v1"]
+    tier.drop(tm.DropOrder(epoch=1, deployments=[], snapshots=["a.v1"]))
+    assert second.read_bytes() == b"12345678" and not first.exists()
+    tier.keep_only(deployments=[], snapshots=[])
+    assert not list(tier.snapshots.published.glob("**/*.safetensors"))

@@ -14,7 +14,7 @@ from plexrl_slurm.core.errors import Denied, StorageFailed
 from plexrl_slurm.daemons.host_room import HostRoom
 from plexrl_slurm.daemons.host_tier import HostTier
 from plexrl_slurm.daemons.nvme_tier import NvmeTier
-from plexrl_slurm.memory import nvme
+from plexrl_slurm.memory import nvme, swap
 from plexrl_slurm.memory.slab import read_header
 from plexrl_slurm.transport import messages as tm
 from tests.memory.test_slab import make_header, write
@@ -423,3 +423,31 @@ def test_a_disk_that_fails_is_told_once_and_harms_nobody(
         await bring(tier, "a")
 
     asyncio.run(scene())
+
+
+def test_a_dropped_deployments_swap_folder_goes_once_no_rank_uses_it(tmp_path: Path) -> None:
+    async def scene() -> None:
+        tier = tier_in(tmp_path)
+        await tier.own()
+        assert tier._nvme is not None
+        root = Path(os.environ[swap.SWAP_DIR])
+        assert root == tmp_path / "nvme" / "n1" / "h1.0" / "swap"
+        tier.store("train-0", 1)
+        used = swap.SwapFolder(swap.home_of(root, "train-0", "a"), rank=0, world=1)
+        used.begin({"master.0.swp": 4096})
+        used.commit()
+        swap.SwapFolder(swap.home_of(root, "train-0", "b"), rank=0, world=1).close()
+        assert tier._nvme.used == 4096
+        tier.drop(tm.DropOrder(epoch=1, deployments=["a", "b"], snapshots=[]))
+        assert [path.name for path in (root / "train-0").iterdir()] == ["a"]
+        used.close()
+        tier.drop_again(quiet=True)
+        assert list((root / "train-0").iterdir()) == []
+        swap.SwapFolder(swap.home_of(root, "train-0", "c"), rank=0, world=1).close()
+        swap.scratch_of(root, "train-0", 0).mkdir()
+        tier.keep_only(deployments=["d"], snapshots=[])
+        assert [path.name for path in (root / "train-0").iterdir()] == [".scratch-0"]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(swap.SWAP_DIR, "")
+        asyncio.run(scene())

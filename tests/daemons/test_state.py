@@ -194,6 +194,40 @@ def test_everybody_sees_every_image_and_what_a_tier_holds_against_its_budget(pla
     play(scene)
 
 
+def test_equal_weights_of_two_snapshots_count_once_in_a_place(play: Play) -> None:
+    async def scene(world: World) -> None:
+        daemon, job, model = await trained(world)
+        rollout = next(wpg for wpg in daemon.parts.placer.wpgs if wpg.startswith("rollout"))
+        for name, weights, path in (
+            ("a.v1", "weights 1", ""),
+            ("b.v1", "weights 1", ""),
+            ("c.v1", "weights 2", ""),
+            ("d.v1", "weights 1", "/durable/x"),
+            ("e.ck1", "weights 1", "/durable/x"),
+            ("f.v1", "weights 1", "/durable/y"),
+        ):
+            daemon.state.snapshots[DeploymentId(name)] = LiveSnapshot(
+                id=DeploymentId(name),
+                job=job.id,
+                model="tiny",
+                uri=None,
+                path=path,
+                wpg=rollout,
+                content=weights,
+                bytes=40,
+                deployment=DeploymentId(model),
+                ready=True,
+            )
+        found = await daemon.service.partition_state(EVE)
+        images = [image for image in found["images"] if image["kind"] == "weights"]
+        assert [image["content"] for image in images].count("weights 1") == 5
+        used = {(tier["tier"], tier["where"]): tier["used"] for tier in found["tiers"]}
+        assert used["host", "n2"] == 2 * 40
+        assert used["durable", ""] == 2 * 40
+
+    play(scene)
+
+
 def test_another_users_job_is_as_unknown_except_to_admins(play: Play, tmp_path: Path) -> None:
     async def scene(world: World) -> None:
         daemon, job, model = await trained(world)

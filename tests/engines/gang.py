@@ -4,13 +4,16 @@ Runs one script of calls, the same on every rank, and leaves what it was told in
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from plexrl_slurm import wire
 from plexrl_slurm.core.errors import BadInput
+from plexrl_slurm.engines import skeleton
 from plexrl_slurm.engines.deepspeed import DeepSpeedEngine
+from plexrl_slurm.memory.swap import SWAP_DIR
 from tests.engines.training import CREATE, adam, grpo, rank_spec, supervised, tiny_spec
 
 OPTIMIZER = {"offload_optimizer": "cpu"}
@@ -22,6 +25,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "1-optimizer": {"zero_stage": 1, **OPTIMIZER},
     "2-optimizer": {"zero_stage": 2, **OPTIMIZER},
     "3-optimizer-param": {"zero_stage": 3, **OPTIMIZER, "offload_param": "cpu"},
+    "1-matrices": {"zero_stage": 1, "decay_vectors": False},
+    "2-matrices": {"zero_stage": 2, "decay_vectors": False},
+    "3-matrices": {"zero_stage": 3, "decay_vectors": False},
+    "3-swapped": {"zero_stage": 3, "offload_optimizer": "nvme"},
+    "3-swapped-param": {"zero_stage": 3, "offload_optimizer": "nvme", "offload_param": "cpu"},
 }
 #: What a gang of so many ranks runs: layout and dtype.
 PROGRAMS: dict[int, list[str]] = {
@@ -31,11 +39,25 @@ PROGRAMS: dict[int, list[str]] = {
         "1-optimizer-float32",
         "2-optimizer-bfloat16",
         "3-optimizer-param-float32",
+        "1-matrices-float32",
+        "2-matrices-bfloat16",
+        "3-matrices-float32",
+        "3-swapped-float32",
+        "3-swapped-param-bfloat16",
     ],
     4: ["1-float32", "2-float32", "3-float32", "3-optimizer-param-bfloat16"],
 }
 #: More than a rank's share, fewer datums than ranks, and groups of a shared prompt.
 CALLS = [supervised(1, 5, 9, 20, 31), supervised(2, 7), grpo(3, group=5), grpo(4, group=4)]
+
+
+def swap_small_tensors() -> None:
+    """Have DeepSpeed move the tiny model's state as if it were a large one's, in several parts."""
+    from deepspeed.runtime.swap_tensor import aio_config, optimizer_utils
+
+    aio_config.AIO_DEFAULT_DICT["block_size"] = 4096
+    optimizer_utils.MIN_AIO_BYTES = 4096
+    skeleton._SUB_GROUP_ELEMENTS = 1 << 16  # type: ignore[misc]
 
 
 def learn(engine: DeepSpeedEngine) -> list[wire.TrainOutput | wire.OptimOutput]:
@@ -84,6 +106,8 @@ def overflowing() -> wire.ForwardBackward:
 
 def run(model: Path, out: Path, rank: int, world: int, port: int) -> dict[str, Any]:
     """All layouts of the program in one process."""
+    os.environ[SWAP_DIR] = str(out / "swap")
+    swap_small_tensors()
     report: dict[str, Any] = {}
     for name in PROGRAMS[world]:
         layout, _, dtype = name.rpartition("-")

@@ -168,3 +168,24 @@ def test_a_custom_loss_of_the_sdk_learns_what_autograd_learns(
     torch.nn.functional.softplus(second - first).backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
     assert engine.optim_step(adam()).metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-3)
+
+
+def test_weight_decay_can_leave_norms_and_biases_alone(
+    tiny_model: ModelSpec, tmp_path: Path
+) -> None:
+    moved: dict[bool, dict[str, bool]] = {}
+    for decay_vectors in (True, False):
+        engine = DeepSpeedEngine(rank_spec(tiny_model, decay_vectors=decay_vectors))
+        engine.create("a", CREATE)
+        before = weights_of(engine, tmp_path / "weights")
+        engine.forward_backward(supervised(1, 8))
+        # A step so small that nothing but the decay can be seen.
+        engine.optim_step(adam(learning_rate=1e-3, weight_decay=10.0, eps=1e9))
+        moved[decay_vectors] = {
+            name: not torch.equal(tensor, before[name])
+            for name, tensor in weights_of(engine, tmp_path / "weights").items()
+        }
+    for name, tensor in before.items():
+        if tensor.any():
+            assert moved[True][name]
+            assert moved[False][name] == (tensor.dim() > 1)

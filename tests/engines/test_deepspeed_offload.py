@@ -3,15 +3,14 @@
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from plexrl_slurm import wire
 from plexrl_slurm.core.catalogue import ModelSpec
-from plexrl_slurm.core.errors import BadImage, BadInput, StepSkipped
+from plexrl_slurm.core.errors import BadImage, StepSkipped
 from plexrl_slurm.engines.deepspeed import DeepSpeedEngine
 from tests.engines.gang import LAYOUTS
-from tests.engines.training import CREATE, adam, datum, rank_spec, sequence, supervised, tiny_spec
+from tests.engines.training import CREATE, adam, exploding, rank_spec, supervised, tiny_spec
 
 pytestmark = pytest.mark.engines
 
@@ -52,9 +51,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_is_dropped(
     engine.create("a", CREATE)
     train(engine, 1)
     before = engine.digest()
-    weights = np.array([3e38, -3e38, 0, 0, 0]) / 20
-    huge = [datum(sequence(1, 6), weights=weights)] * 8
-    engine.forward_backward(wire.ForwardBackward(data=huge, loss_fn="cross_entropy"))
+    engine.forward_backward(exploding())
     with pytest.raises(StepSkipped, match="gradient is not finite"):
         engine.optim_step(adam())
     assert engine.digest() == before
@@ -84,21 +81,14 @@ def test_two_architectures_take_turns_at_stage_3(tiny_folder: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize(("there", "here"), [("2", "3"), ("3", "2")])
-def test_files_of_another_stage_are_refused(
+def test_images_of_another_stage_are_refused(
     tiny_model: ModelSpec, tmp_path: Path, there: str, here: str
 ) -> None:
-    names = {"2": "zero_stage 1 or 2", "3": "zero_stage 3"}
     other = DeepSpeedEngine(rank_spec(tiny_model, **LAYOUTS[there]))
     other.create("a", CREATE)
-    other.save_state(wire.SaveState(path=str(tmp_path / "run"), uri="u"))
     other.save_image(tmp_path / "slab", deployment="a", progress=(1, 0))
     engine = DeepSpeedEngine(rank_spec(tiny_model, **LAYOUTS[here]))
     engine.create("a", CREATE)
-    before = engine.digest()
-    sentence = f"saved by 1 ranks at {names[there]} and this WPG has 1 at {names[here]}"
-    with pytest.raises(BadInput, match=sentence):
-        engine.load_state(wire.LoadState(path=str(tmp_path / "run"), uri="u", optimizer=True))
-    assert engine.digest() == before
     with pytest.raises(BadImage, match=f"zero{there}"):
         engine.load_image(tmp_path / "slab", deployment="a")
 

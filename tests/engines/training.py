@@ -106,4 +106,11 @@ def adam(**changed: float) -> wire.OptimStep:
     return wire.OptimStep(**{**values, **changed})
 
 
+def exploding() -> wire.ForwardBackward:
+    """Its loss is finite, and its gradient is not."""
+    weights = np.array([3e38, -3e38, 0, 0, 0]) / 20
+    huge = [datum(sequence(1, 6), weights=weights)] * 8
+    return wire.ForwardBackward(data=huge, loss_fn="cross_entropy")
+
+
 CREATE = wire.Create(base_model="tiny")

@@ -1,0 +1,137 @@
+"""ZeRO-Infinity: master weights and moments of a ZeRO-3 skeleton in the files of a swap folder.
+
+DeepSpeed reads a sub-group's files, steps, and writes them back to the same names. Here it writes
+to those of a new version: nothing that an image names is ever changed, and a switch of
+deployments changes names only. Sub-groups of less than 1 MiB stay in memory, as DeepSpeed has it.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from plexrl_slurm.core.errors import BadImage
+from plexrl_slurm.memory.swap import VERSION, SwapFolder
+
+#: In the order in which DeepSpeed keeps them.
+_PARTS: Final = ("master", "exp_avg", "exp_avg_sq")
+
+
+class Swapped:
+    """What of the optimizer's state lies on the disk. Between two calls no I/O is under way."""
+
+    def __init__(self, zero: Any) -> None:
+        """Nobody's until :meth:`enter`."""
+        self._swapper: Any = zero.optimizer_swapper
+        self._groups: dict[int, Any] = {}
+        self._folder: SwapFolder | None = None
+        self._target: Path | None = None
+        for index, master in enumerate(zero.fp32_partitioned_groups_flat):
+            if not zero._swappable_optimizer_subgroup(index):
+                continue
+            info = self._swapper.swap_params_info[master.ds_id]
+            state = {part: torch.empty(info.numel()) for part in _PARTS[1:]}
+            zero.optimizer.state[master] = {"step": 0, **state}
+            self._swapper._update_param_state_info(info, master)
+            info.release_memory()
+            Path(info.tensors[0].swap_path).unlink(missing_ok=True)  # the base weights' masters
+            self._groups[index] = info
+        self._write_back = self._swapper.swap_out_optimizer_state
+        self._swapper.swap_out_optimizer_state = self._swap_out
+
+    @property
+    def groups(self) -> frozenset[int]:
+        """Sub-groups on the disk; the others are in memory."""
+        return frozenset(self._groups)
+
+    def enter(self, home: Path, *, rank: int, world: int) -> None:
+        """Another deployment is to be resident; then :meth:`load` or :meth:`begin`."""
+        self.leave()
+        self._folder = SwapFolder(home, rank=rank, world=world)
+
+    def leave(self) -> None:
+        """Nobody is resident."""
+        if self._folder is not None:
+            self._folder.close()
+        self._folder, self._target = None, None
+
+    def load(self, state: Mapping[str, int], path: Path) -> None:
+        """Go back to what the image at ``path`` names; raises ``BadImage``."""
+        if VERSION not in state:
+            raise BadImage(str(path), "names no swap folder")
+        self._open.load(state[VERSION], self._sizes())
+        self._point(self._open.path(self._open.current))
+
+    def state(self) -> dict[str, int]:
+        """What an image must hold."""
+        return {VERSION: self._open.current}
+
+    def saved(self) -> None:
+        """An image with :meth:`state` has been written."""
+        self._open.saved()
+
+    # -- versions ----------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Before everything is written anew, by a step or through :meth:`fresh`.
+
+        Raises ``StorageFull``; ends in :meth:`commit` or :meth:`abandon`.
+        """
+        self._target = self._open.begin(self._sizes())
+
+    def fresh(self) -> None:
+        """Have :meth:`tensors` be those of the begun version, whatever is in them."""
+        assert self._target is not None
+        self._point(self._target)
+
+    def commit(self) -> None:
+        """All of it has been written."""
+        self._open.commit()
+        self._target = None
+
+    def abandon(self) -> None:
+        """Nothing of it has been written."""
+        self._target = None
+        self._open.abandon()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The files, mapped; by the names that a skeleton has for them. Let them go soon."""
+        return {
+            f"{part}.{index}": torch.from_file(
+                place.swap_path, shared=True, size=info.numel(), dtype=torch.float32
+            )
+            for index, info in self._groups.items()
+            for part, place in zip(_PARTS, info.tensors, strict=True)
+        }
+
+    def _swap_out(self, parameter: Any, async_swap: bool = False) -> None:
+        if self._target is not None:
+            self._point_one(self._index_of(parameter), self._target)
+        self._write_back(parameter, async_swap)
+
+    def _index_of(self, parameter: Any) -> int:
+        info = self._swapper.swap_params_info[parameter.ds_id]
+        return next(index for index, each in self._groups.items() if each is info)
+
+    @property
+    def _open(self) -> SwapFolder:
+        if self._folder is None:
+            raise RuntimeError("no swap folder is open")
+        return self._folder
+
+    def _sizes(self) -> dict[str, int]:
+        return {
+            f"{part}.{index}.swp": 4 * self._swapper._io_aligned_numel(info.numel())
+            for index, info in self._groups.items()
+            for part in _PARTS
+        }
+
+    def _point(self, version: Path) -> None:
+        for index in self._groups:
+            self._point_one(index, version)
+
+    def _point_one(self, index: int, version: Path) -> None:
+        for part, place in zip(_PARTS, self._groups[index].tensors, strict=True):
+            place.swap_path = str(version / f"{part}.{index}.swp")

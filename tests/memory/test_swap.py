@@ -1,0 +1,190 @@
+"""Swap folders: versions are whole, kept while an image may name them, and never written again."""
+
+import fcntl
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from plexrl_slurm.core.errors import BadImage, StorageFull
+from plexrl_slurm.memory import durable, swap
+from plexrl_slurm.memory.slab import Slab
+from tests.memory.test_slab import make_header
+
+SIZES = {"master.0.swp": 4096, "exp_avg.0.swp": 8192}
+
+
+def folder_in(tmp_path: Path) -> swap.SwapFolder:
+    return swap.SwapFolder(swap.home_of(tmp_path, "train-0", "s1-1:train:0"), rank=0, world=1)
+
+
+def step(folder: swap.SwapFolder, mark: bytes) -> int:
+    place = folder.begin(SIZES)
+    for name in SIZES:
+        with (place / name).open("r+b") as file:
+            file.write(mark)
+    folder.commit()
+    return folder.current
+
+
+def mark_of(folder: swap.SwapFolder, version: int) -> set[bytes]:
+    return {(folder.path(version) / name).read_bytes()[:1] for name in SIZES}
+
+
+def test_a_named_version_stays_and_others_are_written_again(tmp_path: Path) -> None:
+    folder = folder_in(tmp_path)
+    step(folder, b"1")
+    folder.saved()
+    first = folder.current
+    inodes = set()
+    for mark in b"23456":
+        version = step(folder, bytes([mark]))
+        inodes.add((folder.path(version) / "master.0.swp").stat().st_ino)
+    assert mark_of(folder, first) == {b"1"}
+    assert mark_of(folder, folder.current) == {b"6"}
+    assert len(inodes) == 2  # by turns
+    assert len(list(folder.path(first).parent.iterdir())) == 3
+
+
+def test_the_last_two_images_may_be_the_newest_one(tmp_path: Path) -> None:
+    folder = folder_in(tmp_path)
+    named = []
+    for mark in b"123":
+        named.append(step(folder, bytes([mark])))
+        folder.saved()
+        folder.saved()  # an image of the same version
+    step(folder, b"4")
+    step(folder, b"5")
+    assert not folder.path(named[0]).exists()
+    assert [mark_of(folder, version) for version in named[1:]] == [{b"2"}, {b"3"}]
+
+
+def test_a_new_process_goes_back_to_what_its_image_names(tmp_path: Path) -> None:
+    dead = folder_in(tmp_path)
+    step(dead, b"1")
+    dead.saved()
+    named = dead.current
+    step(dead, b"2")
+    dead.begin(SIZES)
+    dead.close()
+    folder = folder_in(tmp_path)
+    folder.load(named, SIZES)
+    assert folder.current == named
+    later = step(folder, b"3")
+    step(folder, b"4")
+    assert later > dead.current
+    assert mark_of(folder, named) == {b"1"}
+    assert len(list(folder.path(named).parent.iterdir())) <= 3
+
+
+@pytest.mark.parametrize("harm", ["gone", "short"])
+def test_a_version_that_is_not_whole_is_refused(tmp_path: Path, harm: str) -> None:
+    folder = folder_in(tmp_path)
+    version = step(folder, b"1")
+    file = folder.path(version) / "exp_avg.0.swp"
+    if harm == "gone":
+        file.unlink()
+    else:
+        os.truncate(file, 512)
+    with pytest.raises(BadImage, match=r"exp_avg\.0\.swp"):
+        folder.load(version, SIZES)
+
+
+def test_a_full_disk_leaves_the_state_in_the_version_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_in(tmp_path)
+    version = step(folder, b"1")
+
+    def full(descriptor: int, offset: int, size: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(StorageFull):
+        folder.begin(SIZES)
+    assert folder.current == version and mark_of(folder, version) == {b"1"}
+    assert [path.name for path in folder.path(version).parent.iterdir()] == [str(version)]
+
+
+def test_a_folder_in_use_is_not_taken_away(tmp_path: Path) -> None:
+    folder = folder_in(tmp_path)
+    home = swap.home_of(tmp_path, "train-0", "s1-1:train:0")
+    version = step(folder, b"1")
+    assert not swap.set_aside(home, tmp_path / "gone")
+    assert mark_of(folder, version) == {b"1"}
+    folder.close()
+    assert swap.set_aside(home, tmp_path / "gone")
+    assert not home.exists() and (tmp_path / "gone").exists()
+    assert swap.set_aside(home, tmp_path / "gone")  # it is not there: nothing to do
+    assert swap.used_bytes(tmp_path / "gone") == sum(SIZES.values())
+
+
+def test_who_opens_a_folder_while_it_is_taken_away_gets_a_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder_in(tmp_path).close()
+    home = swap.home_of(tmp_path, "train-0", "s1-1:train:0")
+    lock = fcntl.flock
+    taken: list[int] = []
+
+    def taken_first(descriptor: int, operation: int) -> None:
+        if not taken:
+            taken.append(1)
+            home.rename(tmp_path / "gone")
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", taken_first)
+    folder = folder_in(tmp_path)
+    assert mark_of(folder, step(folder, b"1")) == {b"1"}
+    assert home.is_dir()
+
+
+# ---- durable -------------------------------------------------------------------------------------
+
+
+def image_in(tmp_path: Path, node: str) -> tuple[Path, Path, int]:
+    """A slab, its swap folder, and the version that it names."""
+    home = tmp_path / node / "a"
+    folder = swap.SwapFolder(home, rank=0, world=1)
+    version = step(folder, b"1")
+    slab = Slab(tmp_path / f"{node}.slab")
+    slab.write(msgspec.structs.replace(make_header(8), state={swap.VERSION: version}))
+    slab.commit()
+    return tmp_path / f"{node}.slab", home, version
+
+
+def test_a_durable_image_has_the_swap_folder_too(tmp_path: Path) -> None:
+    slab, home, version = image_in(tmp_path, "one")
+    manifest = durable.write_image(tmp_path / "durable" / "a" / "1", [slab], writer="w", swap=home)
+    assert manifest.bytes == manifest.files[0].bytes + sum(SIZES.values())
+    other = tmp_path / "two" / "a"
+    durable.read_image(tmp_path / "durable" / "a" / "1", [tmp_path / "back"], swap=other)
+    back = swap.SwapFolder(other, rank=0, world=1)
+    back.load(version, SIZES)
+    assert mark_of(back, version) == {b"1"}
+    assert (tmp_path / "back").read_bytes()[: slab.stat().st_size] == slab.read_bytes()
+
+
+def test_a_durable_image_whose_swap_file_is_damaged_is_refused(tmp_path: Path) -> None:
+    slab, home, version = image_in(tmp_path, "one")
+    folder = tmp_path / "durable" / "a" / "1"
+    durable.write_image(folder, [slab], writer="w", swap=home)
+    with (folder / "rank-0.swap" / "exp_avg.0.swp").open("r+b") as file:
+        file.write(b"!")
+    other = tmp_path / "two" / "a"
+    with pytest.raises(BadImage, match=r"exp_avg\.0\.swp: is damaged"):
+        durable.read_image(folder, [tmp_path / "back"], swap=other)
+    with pytest.raises(BadImage, match="torn"):
+        Slab(tmp_path / "back").read()
+    assert not (swap.rank_folder(other, 0, 1) / str(version)).exists()
+
+
+def test_a_swap_folder_needs_a_disk_on_both_nodes(tmp_path: Path) -> None:
+    slab, home, _ = image_in(tmp_path, "one")
+    folder = tmp_path / "durable" / "a" / "1"
+    with pytest.raises(BadImage, match="this node has none"):
+        durable.write_image(folder, [slab], writer="w")
+    durable.write_image(folder, [slab], writer="w", swap=home)
+    with pytest.raises(BadImage, match="this node has none"):
+        durable.read_image(folder, [tmp_path / "back"])
