@@ -61,7 +61,7 @@ def links_in(folder: Path, agent: str) -> SnapshotLinks:
 
 def give(folder: Path, pipe: Connection) -> None:
     """The giving agent's process."""
-    die_with_parent()
+    die_with_parent(os.getppid())
 
     async def run() -> None:
         links = links_in(folder, "gives")
@@ -74,7 +74,7 @@ def give(folder: Path, pipe: Connection) -> None:
 
 def give_plainly(size: int, pipe: Connection) -> None:
     """Nothing but a socket; every connection gets all bytes."""
-    die_with_parent()
+    die_with_parent(os.getppid())
     space = memoryview(mmap.mmap(-1, size))
     space[:] = os.urandom(1 << 20) * (size >> 20) + bytes(size & ((1 << 20) - 1))
     with socket.create_server(("127.0.0.1", 0)) as listening:

@@ -21,6 +21,7 @@ from plexrl_slurm import wire
 from plexrl_slurm.core.ids import CallId
 from plexrl_slurm.daemons.agent_config import AgentConfig
 from plexrl_slurm.db.store import Store
+from plexrl_slurm.model_folder import read_model_folder
 from plexrl_slurm.settings import Settings
 from plexrl_slurm.transport import messages as tm
 from plexrl_slurm.transport.links import AgentServer
@@ -174,7 +175,10 @@ async def site_in(
 def _settings(folder: Path, model: Path) -> Settings:
     settings = settings_in(folder)
     train, rollout = settings.wpgs
-    spec = dataclasses.replace(settings.models[MODEL], path=str(model))
+    found = read_model_folder(model, dtype="float32")
+    spec = dataclasses.replace(
+        settings.models[MODEL], path=str(model), architecture=found.architecture
+    )
     return replace(
         settings,
         wpgs=(replace(train, options={"snapshot_bytes": SNAPSHOT_BYTES}), rollout),
