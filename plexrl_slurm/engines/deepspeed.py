@@ -1,11 +1,9 @@
 """The training engine: deployments take turns in a DeepSpeed skeleton, on every rank of a gang.
 
-Failures and the state. ``BadInput`` leaves everything as it was, with one exception:
-``optim_step`` with a gradient that is not finite closes the step (a controller could never get
-rid of such a gradient otherwise); weights, moments and step are untouched. A loss that is not
-finite is found before its backward pass; what earlier micro-batches of the call added is undone.
-``optim_step`` without a forward_backward since the last one is refused, because a silent step
-with zero gradients would still move the weights by AdamW's momentum.
+``BadInput`` leaves everything as it was, but ``optim_step`` with a gradient that is not finite
+closes the step: a controller could never get rid of it otherwise. A loss that is not finite is
+found before its backward pass. ``optim_step`` without a forward_backward is refused: with zero
+gradients AdamW's momentum would still move the weights.
 """
 
 import hashlib
