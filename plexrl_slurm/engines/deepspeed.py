@@ -1,9 +1,7 @@
 """The training engine: deployments take turns in a DeepSpeed skeleton, on every rank of a gang.
 
-``BadInput`` leaves everything as it was, but ``optim_step`` with a gradient that is not finite
-closes the step: a controller could never get rid of it otherwise. A loss that is not finite is
-found before its backward pass. ``optim_step`` without a forward_backward is refused: with zero
-gradients AdamW's momentum would still move the weights.
+``BadInput`` leaves everything as it was, but an ``optim_step`` with a gradient that is not finite
+closes the step, and one without a forward_backward is refused: momentum would move the weights.
 """
 
 import hashlib
