@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import shutil
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -220,9 +219,9 @@ class NvmeTier:
             gone = self._gone()
             if swap.set_aside(home, gone):
                 self._doomed.discard(home)
-                self._sweeper.submit(shutil.rmtree, gone, ignore_errors=True)
+                self._sweeper.submit(disk.disk.remove_tree, gone)
 
     def clear(self) -> None:
         """The hold is given back."""
         self._sweeper.shutdown(wait=True)
-        shutil.rmtree(self._home, ignore_errors=True)
+        disk.disk.remove_tree(self._home)

@@ -74,12 +74,9 @@ class OrderPost:
         )
 
     def hint(self, step: Expect) -> None:
-        view = self.wpgs.get(step.wpg)
-        if view is not None and view.agent:
-            order = tm.ExpectOrder(
-                epoch=self._epoch, wpg=step.wpg, deployment=step.deployment or ""
-            )
-            self._post(view.agent, order)
+        order = tm.ExpectOrder(epoch=self._epoch, wpg=step.wpg, deployment=step.deployment or "")
+        for address in self._agents_of(step.wpg):
+            self._post(address, order)
 
     def persist(self, step: Persist, known: Durable | None) -> None:
         view, gang = self.wpgs.get(step.wpg), self.gangs.get(step.wpg)

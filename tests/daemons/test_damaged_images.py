@@ -92,7 +92,7 @@ def test_what_may_pass_sets_nothing_aside(
     async def scene() -> None:
         tier = await with_two_durable(tmp_path)
 
-        def stale(*_: object) -> None:
+        def stale(*_: object, **_named: object) -> None:
             raise OSError(problem, os.strerror(problem))
 
         with monkeypatch.context() as patch:
