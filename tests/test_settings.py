@@ -144,6 +144,8 @@ def test_every_setting_is_read(config: Path) -> None:
         pytest.param(
             'name = "rlvr"', "name = 3", "partition.name", "write it in quotes", id="kind"
         ),
+        pytest.param('"rlvr"', '"a/../b"', "partition.name", "is not a name", id="climbing"),
+        pytest.param('"state"', '""', "partition.state_dir", "it is empty", id="empty"),
         pytest.param('"1GiB"', '"lots"', "partition.host_bytes", '"8GiB"', id="size"),
         pytest.param('"1GiB"', '"1KiB"', "model[0]", "1.00 KiB: raise host_bytes", id="too large"),
         pytest.param(
