@@ -21,7 +21,7 @@ class EvictCalls(ImportCalls):
     async def evict_state(
         self, who: Principal, job_id: JobId, *, deployment: str, to: str
     ) -> dict[str, Any]:
-        await self.owned(who, job_id)
+        row = await self.owned(who, job_id)
         if to not in ("nvme", "durable"):
             raise BadInput(f"images go to nvme or to durable, not to {to!r}")
         mine = [
@@ -30,8 +30,9 @@ class EvictCalls(ImportCalls):
             if live.job == job_id and not live.dropped and deployment in ("", live.id)
         ]
         if not mine:
-            what = deployment or f"training deployment of job {job_id}"
-            raise NotFound("image of", what)
+            if deployment:
+                raise NotFound("training deployment", deployment)
+            raise NotFound("training deployment of job", row.slurm_id or str(job_id))
         return {"job_id": job_id, "evicted": [await self._evict(live, to) for live in mine]}
 
     async def _evict(self, live: LiveDeployment, to: str) -> dict[str, Any]:

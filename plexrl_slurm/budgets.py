@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import BadInput
-from plexrl_slurm.core.sizes import image_size
+from plexrl_slurm.core.sizes import image_size, in_words
 from plexrl_slurm.core.zero import layout_of
 from plexrl_slurm.filesystems import network_kind
 from plexrl_slurm.tomlcheck import Report
@@ -50,16 +50,17 @@ def check_budgets(
         if host is not None and needed > host:
             report.bad(
                 key,
-                f"model {model.name} needs {_gib(needed)} of the host tier (two training images of "
-                f"{_gib(image)}, {each}, because one goes out while the other comes in, and a "
-                f"snapshot of {_gib(model.weights_bytes)}) and partition.host_bytes is "
-                f"{_gib(host)}: raise host_bytes or take the model out",
+                f"model {model.name} needs {in_words(needed)} of the host tier (two training "
+                f"images of {in_words(image)}, {each}, because one goes out while the other comes "
+                f"in, and a snapshot of {in_words(model.weights_bytes)}) and "
+                f"partition.host_bytes is {in_words(host)}: raise host_bytes or take the model out",
             )
         if values.get("nvme_dir") is not None and nvme is not None and image > nvme:
             report.bad(
                 "partition.nvme_bytes",
-                f"a training image of model {model.name} has {_gib(image)} ({each}) and nvme_bytes "
-                f"is {_gib(nvme)}: raise nvme_bytes, or leave nvme_dir and nvme_bytes out",
+                f"a training image of model {model.name} has {in_words(image)} ({each}) and "
+                f"nvme_bytes is {in_words(nvme)}: raise nvme_bytes, or leave nvme_dir and "
+                f"nvme_bytes out",
             )
 
 
@@ -81,6 +82,9 @@ def check_nvme(report: Report, values: Mapping[str, Any], *, here: bool) -> None
             report.bad(
                 "partition.scrub_days", "it has no effect without partition.nvme_dir: leave it out"
             )
+        return
+    if wrong := _misplaced(values, folder):
+        report.bad("partition.nvme_dir", wrong)
         return
     if kind := network_kind(folder):
         report.bad(
@@ -117,6 +121,22 @@ def check_nvme(report: Report, values: Mapping[str, Any], *, here: bool) -> None
         free=room.f_bavail * room.f_frsize,
         here=here,
     )
+
+
+def _misplaced(values: Mapping[str, Any], folder: Path) -> str:
+    """Why ``nvme_dir`` cannot be where it is, beside the other folders; "": it can."""
+    if folder.exists() and not folder.is_dir():
+        return f"{folder} is a file: name a folder on a disk of the node"
+    # Agents own it, and delete it with the hold.
+    home = folder / values.get("partition", "")
+    for key in ("host_dir", "state_dir"):
+        other = values.get(key)
+        if other is not None and (folder.is_relative_to(other) or other.is_relative_to(home)):
+            return (
+                f"{folder} and {key} ({other}) lie in one another, and each tier needs a folder "
+                f"of its own: choose another path"
+            )
+    return ""
 
 
 def check_host(report: Report, values: Mapping[str, Any], *, here: bool) -> None:
@@ -173,13 +193,13 @@ def _check_room(
         _tell(
             report,
             key,
-            f"{_gib(size)} are more than the whole file system at {place}, which has "
-            f"{_gib(total)}: lower {tier}_bytes, or make that larger",
+            f"{in_words(size)} are more than the whole file system at {place}, which has "
+            f"{in_words(total)}: lower {tier}_bytes, or make that larger",
             here=here,
         )
     elif size > free:
         report.warnings.append(
-            f"{key}: {_gib(size)} are more than the {_gib(free)} free at {place}: "
+            f"{key}: {in_words(size)} are more than the {in_words(free)} free at {place}: "
             f"lower it, or free space there"
         )
 
@@ -189,7 +209,3 @@ def _tell(report: Report, key: str, sentence: str, *, here: bool) -> None:
         report.bad(key, sentence)
     else:
         report.warnings.append(f"{key}: on this host, {sentence}")
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"

@@ -107,7 +107,7 @@ def replay(path: Path) -> Iterator[int]:
                 out = core.plan(told[0], CauseId(told[1]))
             else:
                 raise ValueError(f"unknown verb {verb!r}")
-        except (msgspec.MsgspecError, ValueError, KeyError, TypeError) as error:
+        except (msgspec.MsgspecError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise BadScript(str(path), number, f"is no line of a journal: {error}") from error
         now = msgspec.json.decode(msgspec.json.encode(_named(out)))
         if now != said:
@@ -125,7 +125,7 @@ def _made(path: Path, line: bytes) -> SchedulerCore:
             known = f"is of format {version}, and this version reads {FORMAT}"
             raise BadScript(str(path), 1, known)
         return SchedulerCore(find_policy(policy), costs=SwitchCosts(), **options)
-    except (msgspec.MsgspecError, ValueError, TypeError) as error:
+    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
         if isinstance(error, BadScript):
             raise
         raise BadScript(str(path), 1, "does not begin like a journal of plexrl") from error

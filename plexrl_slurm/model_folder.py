@@ -114,6 +114,8 @@ def tensor_parallel_problem(folder: Path, gpus: int) -> str | None:
 def config_of(folder: Path) -> dict[str, Any]:
     """Its ``config.json``, of a multimodal model with the fields of its text model."""
     path = folder / "config.json"
+    if path.exists() and not path.is_file():
+        raise BadInput(f"{path} is no file: save the model again with save_pretrained")
     try:
         config = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -122,7 +124,7 @@ def config_of(folder: Path) -> dict[str, Any]:
         ) from None
     except OSError as error:
         raise BadInput(f"{path} cannot be read ({error.strerror}): check permissions") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise BadInput(f"{path} is not JSON: save the model again with save_pretrained") from None
     if not isinstance(config, dict):
         raise BadInput(f"{path} is not a JSON object: save the model again with save_pretrained")
@@ -146,12 +148,13 @@ def weight_files(folder: Path) -> list[Path]:
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError):
+            here = [name for name in names if (folder / name).is_file()]
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
             raise BadInput(f"{index} has no weight_map: save the model again") from None
-        if missing := [name for name in names if not (folder / name).is_file()]:
+        if missing := [name for name in names if name not in here]:
             raise BadInput(f"{folder} lacks {missing[0]}, which {index.name} names: copy it there")
         return [folder / name for name in names]
-    if files := sorted(folder.glob("*.safetensors")):
+    if files := sorted(path for path in folder.glob("*.safetensors") if path.is_file()):
         return files
     has = "only pickled *.bin weights" if any(folder.glob("*.bin")) else "no weights"
     raise BadInput(

@@ -16,6 +16,7 @@ from plexrl_slurm.budgets import check_budgets, check_host, check_nvme, not_writ
 from plexrl_slurm.core import zero
 from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import BadConfig, BadInput
+from plexrl_slurm.core.sizes import in_words
 from plexrl_slurm.model_folder import DTYPES, read_model_folder, tensor_parallel_problem
 from plexrl_slurm.slurm_settings import HoldSettings, Shape, check_shapes, read_hold
 from plexrl_slurm.tomlcheck import (
@@ -385,8 +386,8 @@ def _check_models(
             if known and len(known) == len(limits) and size > max(known):
                 report.bad(
                     key,
-                    f"model {model.name} needs {size / 2**30:.2f} GiB on a {pool} WPG and the "
-                    f"largest has device_bytes of {max(known) / 2**30:.2f} GiB: raise device_bytes "
+                    f"model {model.name} needs {in_words(size)} on a {pool} WPG and the "
+                    f"largest has device_bytes of {in_words(max(known))}: raise device_bytes "
                     f"or take the model out",
                 )
     if not models and not report.has("model"):
@@ -438,8 +439,8 @@ def _check_swap(
             report.bad(
                 "partition.nvme_bytes",
                 f"with offload_optimizer = 'nvme' one deployment of model {model.name} takes up "
-                f"to {needed / 2**30:.2f} GiB there ({zero.SWAP_VERSIONS} versions of its state) "
-                f"and nvme_bytes is {size / 2**30:.2f} GiB: raise nvme_bytes, or write 'cpu'",
+                f"to {in_words(needed)} there ({zero.SWAP_VERSIONS} versions of its state) "
+                f"and nvme_bytes is {in_words(size)}: raise nvme_bytes, or write 'cpu'",
             )
 
 

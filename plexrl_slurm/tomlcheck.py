@@ -163,13 +163,15 @@ def as_text(value: object) -> str:
     """A string that is not empty."""
     if isinstance(value, str) and value.strip():
         return value
+    if isinstance(value, str):
+        raise ValueError("it is empty: write something, or leave it out")
     raise ValueError(f"{value!r} is not text: write it in quotes")
 
 
 def as_name(value: object) -> str:
     """A name that is safe in a URL, a file name and a table."""
     given = as_text(value)
-    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/-]*", given):
+    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/-]*", given) and ".." not in given.split("/"):
         return given
     raise ValueError(f"{given!r} is not a name: use letters, digits, dot, dash and underscore")
 

@@ -66,20 +66,20 @@ def test_two_images_and_a_snapshot_are_enough(write: Write) -> None:
     [
         pytest.param(
             {"host_bytes": "43MiB"},
-            ["model[0]", "two training images of 0.02 GiB", "0.04 GiB: raise host_bytes"],
+            ["model[0]", "two training images of 20.00 MiB", "43.00 MiB: raise host_bytes"],
             id="host memory for one image and a half",
         ),
         pytest.param(
             # Both ranks have all weights: 12 + 2 x 4 + 4 = 24 bytes a parameter.
             {"host_bytes": "51MiB", "train": "gpus = 2"},
-            ["two training images of 0.02 GiB, 24 bytes a parameter"],
+            ["two training images of 24.00 MiB, 24 bytes a parameter"],
             id="host memory for images of one GPU",
         ),
         pytest.param(
             {"nvme": nvme("disk", "19MiB")},
             [
                 "partition.nvme_bytes",
-                "image of model tiny has 0.02 GiB (20 bytes a parameter)",
+                "image of model tiny has 20.00 MiB (20 bytes a parameter)",
                 "raise nvme_bytes",
             ],
             id="a disk for less than one image",
@@ -107,6 +107,22 @@ def test_a_tier_that_cannot_work_is_refused_with_its_numbers(
     (problem,) = check(write(**changes)).problems
     for each in words:
         assert each in problem, problem
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"host_dir": "disk/host", "nvme": nvme("disk/host")}, "host_dir"),
+        ({"host_dir": "disk/host", "nvme": nvme("disk/host/nvme")}, "host_dir"),
+        ({"nvme": nvme("state")}, "state_dir"),
+        ({"nvme": nvme("state/nvme")}, "state_dir"),
+        ({"host_dir": "disk/rlvr/host", "nvme": nvme("disk")}, "host_dir"),
+        ({"nvme": nvme("plexrl.toml")}, "is a file"),
+    ],
+)
+def test_a_tier_needs_a_folder_of_its_own(write: Write, changes: dict[str, str], word: str) -> None:
+    (problem,) = check(write(**changes)).problems
+    assert "partition.nvme_dir" in problem and word in problem
 
 
 def test_with_stage_3_several_gpus_need_no_more_than_one(write: Write) -> None:

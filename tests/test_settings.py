@@ -144,8 +144,10 @@ def test_every_setting_is_read(config: Path) -> None:
         pytest.param(
             'name = "rlvr"', "name = 3", "partition.name", "write it in quotes", id="kind"
         ),
+        pytest.param('"rlvr"', '"a/../b"', "partition.name", "is not a name", id="climbing"),
+        pytest.param('"state"', '""', "partition.state_dir", "it is empty", id="empty"),
         pytest.param('"1GiB"', '"lots"', "partition.host_bytes", '"8GiB"', id="size"),
-        pytest.param('"1GiB"', '"1KiB"', "model[0]", "0.00 GiB: raise host_bytes", id="too large"),
+        pytest.param('"1GiB"', '"1KiB"', "model[0]", "1.00 KiB: raise host_bytes", id="too large"),
         pytest.param(
             '"state"', '"plexrl.toml/x"', "partition.state_dir", "is not a folder", id="state file"
         ),
@@ -283,7 +285,7 @@ def test_every_setting_is_read(config: Path) -> None:
             'kv_cache_bytes = "64MiB"',
             'device_bytes = "1KiB"',
             "model[0]",
-            "GiB on a rollout WPG and the largest has device_bytes of 0.00 GiB",
+            "on a rollout WPG and the largest has device_bytes of 1.00 KiB",
             id="fits no WPG",
         ),
         pytest.param(

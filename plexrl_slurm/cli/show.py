@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
+from plexrl_slurm.core.sizes import in_words
+
 #: Our job states as Slurm says them: short, long.
 _STATES: Final[Mapping[str, tuple[str, str]]] = {
     "pending": ("PD", "PENDING"),
@@ -65,8 +67,8 @@ def elapsed(microseconds: int | None) -> str:
 
 
 def gib(size: int) -> str:
-    """``1.50 GiB``."""
-    return f"{size / 2**30:.2f} GiB"
+    """``1.50 GiB``, and what is much smaller in a smaller unit."""
+    return in_words(size)
 
 
 def iso(instant_us: int) -> str:

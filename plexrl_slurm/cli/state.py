@@ -67,7 +67,10 @@ def verify(app: App, numbers: list[JobNumber], name: str | None) -> None:
     with Client(app.site(), timeout_s=_VERIFY_S) as client:
         job, wanted = _saved_of(client, numbers, name)
         if not wanted:
-            raise NotFound("checkpoint of job", str(job["slurm_id"]))
+            number = str(job["slurm_id"])
+            if name is not None:
+                raise NotFound(f"checkpoint or sampler weights of job {number} named", name)
+            raise NotFound("checkpoint of job", number)
         found = []
         with waiting(f"verifying {len(wanted)} checkpoints") as say:
             for each in wanted:
@@ -76,7 +79,9 @@ def verify(app: App, numbers: list[JobNumber], name: str | None) -> None:
     app.answer({"job": job["slurm_id"], "checkpoints": found}, lambda: _verdicts(found))
     bad = [each for each in found if not each["fine"]]
     if bad:
-        more = f" (nor are {len(bad) - 1} more)" if len(bad) > 1 else ""
+        more = (
+            f" (nor {'is' if len(bad) == 2 else 'are'} {len(bad) - 1} more)" if len(bad) > 1 else ""
+        )
         raise BadInput(
             f"{bad[0]['uri']} is not known to be whole{more}: use another one, or save it again"
         )

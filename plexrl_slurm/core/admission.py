@@ -8,8 +8,7 @@ from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import ModelTooLarge
 from plexrl_slurm.core.ids import WpgId
 from plexrl_slurm.core.messages import Pool, Wpg
-
-_GIB = 2**30
+from plexrl_slurm.core.sizes import in_words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +158,7 @@ def _obstacles(
                     needed_bytes=needed,
                     free_bytes=free,
                     sentence=(
-                        f"model {name} needs {needed / _GIB:.2f} GiB of {where} memory on "
-                        f"{site.wpg.id}{beside}, which has {free / _GIB:.2f} GiB"
+                        f"model {name} needs {in_words(needed)} of {where} memory on "
+                        f"{site.wpg.id}{beside}, which has {in_words(free)}"
                     ),
                 )

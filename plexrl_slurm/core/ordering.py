@@ -205,7 +205,10 @@ class Program:
         self.image = image
         first = image[0] if image is not None else 0
         if any(seq not in self.calls for seq in range(first, self.frontier[0])):
-            lost = "its state is lost: the image is gone, and calls that are in no other"
+            lost = (
+                "its state is lost: its newest image is gone, and so are calls that no older one "
+                "contains; start from a checkpoint"
+            )
             self.broken = self.broken or lost
 
     def fell_back(self, image: Position | None, durable: Position | None) -> None:

@@ -70,6 +70,15 @@ def deployments_that_fit(*, image: int, snapshot: int, host_bytes: int, nvme_byt
     return 0
 
 
+def in_words(size: int) -> str:
+    """``1.50 GiB``; what is much smaller in a smaller unit, so that two sizes can be compared."""
+    unit, power = next(
+        ((unit, power) for unit, power in (("GiB", 30), ("MiB", 20)) if size >= 2**power // 10),
+        ("KiB", 10) if size else ("GiB", 30),
+    )
+    return f"{size / 2**power:.2f} {unit}"
+
+
 def switch_seconds(size: int, *, bytes_per_second: float, both_ways: bool) -> float:
     """Time until ``size`` bytes have left and as many have come, at the speed of one direction.
 

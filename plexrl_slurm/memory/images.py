@@ -7,6 +7,7 @@ every instant each has a complete image or none yet.
 """
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -116,9 +117,11 @@ class ImageStore:
         held = self._held.pop(deployment)
         for path in self.paths(held.slot):
             # An agent that starts again must not take it for one.
-            with path.open("rb") as file:
-                prelude = file.read(PRELUDE_BYTES)
-            put_prelude(path, unmarked(prelude))
+            with suppress(FileNotFoundError):
+                with path.open("rb") as file:
+                    prelude = file.read(PRELUDE_BYTES)
+                if len(prelude) == PRELUDE_BYTES:  # else it is none already
+                    put_prelude(path, unmarked(prelude))
 
     def forget(self, deployment: str) -> None:
         """Its slab turned out to be damaged, and is free."""

@@ -15,8 +15,13 @@ from msgspec import Meta, Struct
 from plexrl_slurm.core.errors import BadScript
 
 Positive = Annotated[float, Meta(gt=0)]
-NotNegative = Annotated[float, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=1)]
+# Beyond these a number is a mistake, and neither time nor memory holds what it asks for.
+Parameters = Annotated[int, Meta(ge=1, le=10**15)]
+Bytes = Annotated[float, Meta(gt=0, le=1e6)]
+Steps = Annotated[int, Meta(ge=1, le=10**6)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+Spread = Annotated[float, Meta(ge=0, le=10)]
 
 DRIFT_STEPS = 150
 
@@ -25,10 +30,10 @@ class Model(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What is trained."""
 
     name: str
-    params: Count
-    active: Count
-    train_bytes_per_param: Positive
-    rollout_bytes_per_param: Positive
+    params: Parameters
+    active: Parameters
+    train_bytes_per_param: Bytes
+    rollout_bytes_per_param: Bytes
 
     @property
     def image_bytes(self) -> int:
@@ -59,14 +64,14 @@ class Lasting(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A duration in seconds."""
 
     dist: Literal["lognormal", "const"]
-    median: NotNegative
-    sigma: NotNegative = 0.0
+    median: Seconds
+    sigma: Spread = 0.0
 
 
 class MicroSteps(Lasting, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One of ``count`` alike."""
 
-    count: Count
+    count: Steps
 
 
 class Tail(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -81,7 +86,7 @@ class Tool(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Pauses of a rollout, in which every sequence waits for a tool."""
 
     stalls: Annotated[int, Meta(ge=0)]
-    stall_s: NotNegative
+    stall_s: Seconds
 
 
 class Phases(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -96,14 +101,14 @@ class Phases(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     optim_s: Lasting
     publish_s: Lasting
     pull_s: Lasting
-    client_gap_s: NotNegative
+    client_gap_s: Seconds
 
 
 class Drift(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How rollouts grow."""
 
     kind: Literal["linear"]
-    per_150_steps: Annotated[float, Meta(gt=-1)]
+    per_150_steps: Annotated[float, Meta(gt=-1, le=1e6)]
 
 
 class Slo(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -125,7 +130,7 @@ class TraceJob(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     algo: str
     mode: Literal["sync", "async1"]
     kind: Literal["reasoning", "agentic"]
-    steps: Count
+    steps: Steps
     #: It stops after this step; ``None``: it takes all.
     fail_step: Annotated[int, Meta(ge=1)] | None
     seed: Annotated[int, Meta(ge=0)]

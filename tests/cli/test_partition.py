@@ -153,7 +153,7 @@ def test_check_of_a_good_file_shows_what_it_offers(plexrl: Plexrl, home: Path) -
     done = plexrl("partition", "check")
     assert done.exit_code == 0, done.stderr
     assert "partition rlvr has no mistakes" in done.stdout
-    assert "tiny  1,032      float32 128     0.00 GiB" in done.stdout
+    assert "tiny  1,032      float32 128     20.16 KiB" in done.stdout
 
 
 def test_check_works_on_a_file_too_broken_to_name_its_partition(plexrl: Plexrl, home: Path) -> None:

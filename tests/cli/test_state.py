@@ -190,7 +190,9 @@ def test_verify_says_which_file_is_damaged_and_exits_so(
 
 def test_verify_of_what_is_not_there_is_not_fine(plexrl: Plexrl, daemon: FakeDaemon) -> None:
     serve(daemon, saved("a"))
-    assert plexrl("state", "verify", "101", "z").exit_code == 66
+    refused = plexrl("state", "verify", "101", "z")
+    assert refused.exit_code == 66
+    assert "no checkpoint or sampler weights of job 101 named 'z'" in refused.stderr
     assert plexrl("state", "verify", "999").exit_code == 66
 
 

@@ -5,7 +5,10 @@ from tests.core.hand import Hand, short
 from tests.core.tiers import CREATE, FB, OPTIM, A, B, calls_of, durable, stepped
 from tests.core.workloads import TRAIN
 
-LOST = "its state is lost: the image is gone, and calls that are in no other"
+LOST = (
+    "its state is lost: its newest image is gone, and so are calls that no older one "
+    "contains; start from a checkpoint"
+)
 
 
 def left(image: tuple[int, int] | None, durable: tuple[int, int] | None = None) -> ImagesLeft:

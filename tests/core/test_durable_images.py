@@ -198,7 +198,10 @@ def test_a_host_image_without_a_durable_one_breaks_what_cannot_be_rebuilt() -> N
     train.switched()
     train.arrive(*calls_of("a", FB, first=2))
     train.release("lost")
-    reason = "its state is lost: the image is gone, and calls that are in no other"
+    reason = (
+        "its state is lost: its newest image is gone, and so are calls that no older one "
+        "contains; start from a checkpoint"
+    )
     assert short(train.move(A, TRAIN_1)) == [f"fail a/2: {reason}"]
     assert short(train.arrive(*calls_of("a", FB, first=3))) == [f"fail a/3: {reason}"]
 

@@ -153,7 +153,7 @@ def test_a_published_folder_is_a_model_that_answers_as_the_trained_one(
     assert published.uri == URI
     assert published.bytes == host.stat().st_size == (folder / "model.safetensors").stat().st_size
     assert names(folder.parent) == ["s"]
-    assert names(host.parent) == ["s.safetensors"]
+    assert names(host.parent) == [".content", "s.safetensors"]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     assert str(model.dtype) == f"torch.{dtype}"
     for name, tensor in load_file(host).items():

@@ -1,6 +1,10 @@
 """Slots of one WPG: which are kept, and which are given back."""
 
+import os
+from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 from plexrl_slurm.memory.images import ImageStore
 from plexrl_slurm.memory.slab import Slab, SlabHeader, SlabTensor
@@ -52,3 +56,16 @@ def test_a_slab_that_somebody_reads_is_not_given_back(tmp_path: Path) -> None:
         store.drop(name)
     assert store.paths(slots["c"])[0].exists()
     assert len(store.free_slots()) == 1
+
+
+@pytest.mark.parametrize("harm", [Path.unlink, lambda path: os.truncate(path, 0)])
+def test_an_image_whose_file_is_gone_is_released_all_the_same(
+    tmp_path: Path, harm: Callable[[Path], None]
+) -> None:
+    store = ImageStore(tmp_path, world=1)
+    slot = write(store, "a")
+    harm(store.paths(slot)[0])
+    store.release("a")
+    assert store.find("a") is None
+    write(store, "b")
+    assert [held.deployment for held in ImageStore(tmp_path, world=1).held()] == ["b"]
