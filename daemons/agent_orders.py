@@ -141,10 +141,13 @@ class Orders:
         self._tier.returns(order.incoming)
         passage, left, error = None, None, f"no image of {order.incoming}"
         try:
-            passage = await self._tier.begin_switch(order)
+            out = await self._measure(order.wpg, order.id, order.outgoing)
+            passage = await self._tier.begin_switch(order, out=out)
             left = passage.left
         except PlexError as problem:
             error = str(problem)
+        except GangLost:
+            return
         if passage is None or passage.held is None:
             if left is not None and left.damaged:
                 error += f": {'; '.join(left.damaged)}"
@@ -189,7 +192,11 @@ class Orders:
         """An image of the resident, which stays."""
         gang = self.gangs[order.wpg]
         self._tier.returns(order.deployment)
-        passage, ok = await self._tier.begin_save(order), False
+        try:
+            out = await self._measure(order.wpg, order.id, order.deployment)
+        except GangLost:
+            return
+        passage, ok = await self._tier.begin_save(order, out=out), False
         operations: list[ranklink.Operation] = [
             ranklink.Save(order.deployment, str(path), order.progress) for path in passage.saves
         ]
@@ -201,6 +208,15 @@ class Orders:
         finally:
             self._tier.end(passage, order.deployment, order.progress, ok=ok)
         await self._report(self._done(order.id, order.wpg, "save", answers))
+
+    async def _measure(self, wpg: str, order: str, deployment: str) -> int:
+        """Bytes of the image that leaves or is saved next; 0: none. Raises ``GangLost``."""
+        if not deployment:
+            return 0
+        gang = self.gangs[wpg]
+        asked: list[ranklink.Operation] = [ranklink.Measure(deployment)]
+        answers = await gang.order(f"measure {order}", asked * gang.processes)
+        return sum(answer.slab_bytes for answer in answers)
 
     async def persist(self, order: tm.PersistOrder) -> None:
         """The newest image to the durable tier."""

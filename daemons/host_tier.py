@@ -168,9 +168,10 @@ class HostTier:
         ]
 
     # -- switches and saves ------------------------------------------------------------------
-    async def begin_switch(self, order: tm.SwitchOrder) -> Passage:
+    async def begin_switch(self, order: tm.SwitchOrder, *, out: int = 0) -> Passage:
         """Slots of both images, without any if there is none of the incoming deployment.
 
+        ``out``: bytes of what leaves; 0: as many as it had last, as far as is known.
         Raises ``BadImage`` and ``StorageFull``.
         """
         store = self._stores[order.wpg]
@@ -185,7 +186,9 @@ class HostTier:
         if self._room is not None:
             self._room.wanted(order.wpg, order.incoming)
         try:
-            slot = await self._begin(order.wpg, order.outgoing) if order.outgoing else None
+            slot = None
+            if order.outgoing:
+                slot = await self._begin(order.wpg, order.outgoing, size=out)
         except BaseException:
             store.unpin(held.slot)
             raise
@@ -199,9 +202,9 @@ class HostTier:
             left=left,
         )
 
-    async def begin_save(self, order: tm.SaveOrder) -> Passage:
+    async def begin_save(self, order: tm.SaveOrder, *, out: int = 0) -> Passage:
         """A slot for an image of the resident."""
-        slot = await self._begin(order.wpg, order.deployment)
+        slot = await self._begin(order.wpg, order.deployment, size=out)
         saves = self._stores[order.wpg].paths(slot)
         return Passage(wpg=order.wpg, held=None, slot=slot, loads=[], saves=saves)
 
@@ -215,10 +218,10 @@ class HostTier:
         if passage.slot is not None:
             self._finish(passage.wpg, passage.slot, deployment, progress, ok=ok)
 
-    async def _begin(self, wpg: str, deployment: str) -> int:
+    async def _begin(self, wpg: str, deployment: str, *, size: int = 0) -> int:
         if self._room is None:
             return self._stores[wpg].begin()
-        return await self._room.begin(wpg, deployment)
+        return await self._room.begin(wpg, deployment, size=size)
 
     def _finish(
         self, wpg: str, slot: int, deployment: str, progress: tuple[int, int], *, ok: bool
@@ -297,9 +300,13 @@ class HostTier:
         assert held is not None  # for the type checker: it was just committed
         return held
 
-    async def _read_durable(self, wpg: str, deployment: str, folder: Path, **share: int) -> None:
-        """``share``: of this node, as ``durable.read_image`` takes it."""
-        slot = await self._begin(wpg, deployment)
+    async def _read_durable(
+        self, wpg: str, deployment: str, folder: Path, *, first: int = 0, world: int | None = None
+    ) -> None:
+        """``first``, ``world``: as ``durable.read_image`` takes them."""
+        count = len(self._stores[wpg].paths(0))
+        size = await asyncio.to_thread(durable.slab_bytes, folder, first=first, count=count)
+        slot = await self._begin(wpg, deployment, size=size)
         try:
             try:
                 manifest = await asyncio.to_thread(
@@ -307,7 +314,8 @@ class HostTier:
                     folder,
                     self._stores[wpg].paths(slot),
                     swap=self._swap(wpg, deployment),
-                    **share,
+                    first=first,
+                    world=world,
                 )
             except StorageFull:
                 raise

@@ -84,8 +84,8 @@ class TrainRank:
     ) -> None:
         """``changed``: models that the engine was not told of, and why."""
         self._engine, self._link, self._changed = engine, link, changed
-        #: Device memory in use, as this order's answer says it.
-        self._used = 0
+        #: Device memory in use, and bytes of a slab, as this order's answer says them.
+        self._used = self._slab = 0
 
     def run(self) -> None:
         """Until told to stop. A failure that is not the input's fault ends the process."""
@@ -95,7 +95,7 @@ class TrainRank:
                 return
             started = now_us()
             moved, result, error, ok = 0, b"", "", True
-            self._used = 0
+            self._used = self._slab = 0
             try:
                 moved, result = self._perform(order.operation)
             except StepSkipped as problem:
@@ -111,6 +111,7 @@ class TrainRank:
                         error=error,
                         moved_bytes=moved,
                         used_bytes=self._used,
+                        slab_bytes=self._slab,
                         started_us=started,
                         ended_us=now_us(),
                     )
@@ -134,6 +135,9 @@ class TrainRank:
                     deployment=operation.deployment,
                     progress=operation.progress,
                 ), b""
+            case ranklink.Measure(deployment=deployment):
+                self._slab = engine.slab_bytes(deployment)
+                return 0, b""
             case ranklink.Call():
                 return 0, wire.encode(self._call(operation))
             case ranklink.Sleep(limit=limit):
