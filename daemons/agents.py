@@ -79,6 +79,7 @@ class AgentHub(AgentReports, OrderPost):
             persist_ended=lambda name, progress: self._persist_ended(name, progress, ok=False),
             order_id=self.order_id,
         )
+        orders.on_left = lambda done, node: self.on_left(done, node)
         #: WPGs that lie on several nodes.
         self.gangs = GangHub(
             shell,

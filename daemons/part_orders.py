@@ -3,10 +3,12 @@
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from plexrl_slurm.core.errors import BadImage, PlexError
 from plexrl_slurm.daemons.agent_orders import Orders
+from plexrl_slurm.daemons.fallback import may_pass
 from plexrl_slurm.daemons.gang import free_port
 from plexrl_slurm.daemons.gang_part import GangPart
 from plexrl_slurm.daemons.part_tier import PartTier
@@ -103,8 +105,9 @@ class PartOrders:
         try:
             size = (await self._tier.fetch_part(order)).bytes
         except BadImage as problem:
-            error = str(problem)
-            left = tm.ImagesLeft(image=None, durable=None, damaged=[error])
+            error, path = str(problem), order.durable_path
+            if not path or not may_pass(problem, Path(path)):
+                left = tm.ImagesLeft(image=None, durable=None, damaged=[error])
         except PlexError as problem:
             error = str(problem)
         await self._say(
