@@ -230,10 +230,13 @@ class AgentHub(AgentReports, OrderPost):
         for done in hello.finished:
             if done.what == "persist" and done.ok:
                 self._persisted(done)
+                self.stories.durable(done.deployment, done.progress)
         finished, place = hello.finished, self.agents[address].place
         hello = self.gangs.take(address, place, hello)
         alone = [held.id for held in wpgs if self.gangs.get(held.id) is None]
         deployments, snapshots = await self._recover(hello, alone)
+        for name, kept in self._shell.durable.items():
+            self.stories.durable(name, kept.progress)
         for done in finished:
             self._acknowledge(address, done.number)
         for wpg in alone:
