@@ -10,6 +10,7 @@ import msgspec
 from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.ids import CallId, CauseId, DeploymentId, WpgId
 from plexrl_slurm.core.messages import (
+    Room,
     WpgUp,
 )
 from plexrl_slurm.daemons.agent_reports import AgentReports
@@ -318,6 +319,7 @@ class AgentHub(AgentReports, OrderPost):
                     moved_bytes=report.moved_bytes,
                     error=report.error or damaged,
                     left=left,
+                    room=Room(report.room),
                 )
                 self._acknowledge(address, report.number)
             case tm.SnapshotHere():

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from plexrl_slurm.core.ids import CallId
-from plexrl_slurm.core.messages import ImagesLeft, Persist, SaveImage, Switch
+from plexrl_slurm.core.messages import ImagesLeft, Persist, Room, SaveImage, Switch
 from plexrl_slurm.daemons.fallback import Kept
 from plexrl_slurm.daemons.gang_candidates import Candidates
 from plexrl_slurm.daemons.gang_facts import Position
@@ -97,7 +97,7 @@ class GangOrders:
                 self._fetch(gang, step, images)
             elif (bad := _first_bad(answers)) is not None:
                 left = self._left(gang, step, images) if images.damaged else None
-                self._failed(gang, bad.error, left)
+                self._failed(gang, bad.error, left, Room(bad.room))
             else:
                 self.settle(gang, {step.incoming: wanted})
                 self._ask(gang, order, switched)
@@ -159,7 +159,9 @@ class GangOrders:
             image = progress if bad is None else gang.settled.get(deployment)
             self.settle(gang, {deployment: image})
         if bad is not None:
-            self._failed(gang, bad.error, left)
+            # On some node the ranks may have begun.
+            room = Room.LOST if any(done.room for done in answers) else Room.ENOUGH
+            self._failed(gang, bad.error, left, room)
             return
         moved = sum(done.moved_bytes for done in answers)
         self._shell.switch_ended(gang.id, ok=True, moved_bytes=moved, left=left)
@@ -169,10 +171,18 @@ class GangOrders:
         self.on_left(images.report(gang.id, step.incoming), gang.held.nodes)
         return images.left
 
-    def _failed(self, gang: Gang, error: str, left: ImagesLeft | None = None) -> None:
+    def _failed(
+        self,
+        gang: Gang,
+        error: str,
+        left: ImagesLeft | None = None,
+        room: Room = Room.ENOUGH,
+    ) -> None:
         say(log, "switch_failed", wpg=gang.id, reason=error)
         gang.show(gang, error)
-        self._shell.switch_ended(gang.id, ok=False, moved_bytes=0, error=error, left=left)
+        self._shell.switch_ended(
+            gang.id, ok=False, moved_bytes=0, error=error, left=left, room=room
+        )
 
     def settle(self, gang: Gang, images: dict[str, Position | None]) -> None:
         for deployment, progress in images.items():

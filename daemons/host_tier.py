@@ -13,7 +13,7 @@ from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.errors import BadImage, BadInput, StorageFull
 from plexrl_slurm.daemons import fallback
 from plexrl_slurm.daemons.fallback import Found, Kept
-from plexrl_slurm.daemons.folders import locked, refuse_foreign, too_small
+from plexrl_slurm.daemons.folders import locked, refuse_foreign, refuse_full, too_small
 from plexrl_slurm.daemons.host_room import HostRoom
 from plexrl_slurm.daemons.nvme_tier import NvmeTier
 from plexrl_slurm.daemons.scrubber import Scrubber
@@ -192,21 +192,20 @@ class HostTier:
         except BaseException:
             store.unpin(held.slot)
             raise
-        saves = store.paths(slot) if slot is not None else []
         return Passage(
             wpg=order.wpg,
             held=held,
             slot=slot,
             loads=store.paths(held.slot),
-            saves=saves,
+            saves=store.paths(slot) if slot is not None else [],
             left=left,
         )
 
     async def begin_save(self, order: tm.SaveOrder, *, out: int = 0) -> Passage:
         """A slot for an image of the resident."""
         slot = await self._begin(order.wpg, order.deployment, size=out)
-        saves = self._stores[order.wpg].paths(slot)
-        return Passage(wpg=order.wpg, held=None, slot=slot, loads=[], saves=saves)
+        paths = self._stores[order.wpg].paths(slot)
+        return Passage(wpg=order.wpg, held=None, slot=slot, loads=[], saves=paths)
 
     def end(
         self, passage: Passage, deployment: str, progress: tuple[int, int], *, ok: bool
@@ -219,9 +218,14 @@ class HostTier:
             self._finish(passage.wpg, passage.slot, deployment, progress, ok=ok)
 
     async def _begin(self, wpg: str, deployment: str, *, size: int = 0) -> int:
-        if self._room is None:
-            return self._stores[wpg].begin()
-        return await self._room.begin(wpg, deployment, size=size)
+        store = self._stores[wpg]
+        slot = await self._room.begin(wpg, deployment, size=size) if self._room else store.begin()
+        try:
+            refuse_full(self._host, size - store.slot_bytes(slot))
+        except StorageFull:
+            self._finish(wpg, slot, deployment, (0, 0), ok=False)
+            raise
+        return slot
 
     def _finish(
         self, wpg: str, slot: int, deployment: str, progress: tuple[int, int], *, ok: bool

@@ -94,14 +94,14 @@ class TrainRank:
             if isinstance(order.operation, ranklink.Stop):
                 return
             started = now_us()
-            moved, result, error, ok = 0, b"", "", True
+            moved, result, error, ok, full = 0, b"", "", True, False
             self._used = self._slab = 0
             try:
                 moved, result = self._perform(order.operation)
             except StepSkipped as problem:
                 result = wire.encode(wire.Failed(str(problem), "user"))
             except (BadImage, BadInput, DeviceBusy, StorageFull) as problem:
-                ok, error = False, str(problem)
+                ok, error, full = False, str(problem), isinstance(problem, StorageFull)
             self._link.send(
                 ranklink.encode(
                     ranklink.Answer(
@@ -109,6 +109,7 @@ class TrainRank:
                         ok=ok,
                         result=result,
                         error=error,
+                        full=full,
                         moved_bytes=moved,
                         used_bytes=self._used,
                         slab_bytes=self._slab,

@@ -96,6 +96,8 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
     result: bytes = b""
     #: Why it failed.
     error: str = ""
+    #: It failed because a tier had no room.
+    full: bool = False
     moved_bytes: int = 0
     #: Device memory in use after a sleep or wake; see ``device_memory.DeviceMemory``.
     used_bytes: int = 0

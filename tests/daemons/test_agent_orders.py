@@ -67,6 +67,6 @@ def test_room_for_what_leaves_is_asked_for_with_the_bytes_that_all_ranks_say(
 
     asyncio.run(switch("a"))
     assert tier.out == [gang.processes * SLAB_BYTES] and gang.asked == ["Measure"]
-    assert not reports[0].ok and "/dev/shm" in reports[0].error
+    assert not reports[0].ok and "/dev/shm" in reports[0].error and reports[0].room == "short"
     asyncio.run(switch(""))  # nothing leaves: nothing is asked
     assert tier.out[1] == 0 and gang.asked == ["Measure"]
