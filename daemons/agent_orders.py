@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable, Collection
 import msgspec
 
 from plexrl_slurm import wire
-from plexrl_slurm.core.errors import PlexError
+from plexrl_slurm.core.errors import PlexError, StorageFull
+from plexrl_slurm.core.messages import Room
 from plexrl_slurm.daemons.gang import Gang, GangLost
 from plexrl_slurm.daemons.host_tier import HostTier
 from plexrl_slurm.engines import ranklink
@@ -139,17 +140,20 @@ class Orders:
                 await self._report(self._done(order.id, order.wpg, "switch", answers))
             return
         self._tier.returns(order.incoming)
-        passage, left, error = None, None, f"no image of {order.incoming}"
+        passage, left, full, error = None, None, False, f"no image of {order.incoming}"
         try:
-            passage = await self._tier.begin_switch(order)
+            out = await self._measure(order.wpg, order.id, order.outgoing)
+            passage = await self._tier.begin_switch(order, out=out)
             left = passage.left
         except PlexError as problem:
-            error = str(problem)
+            error, full = str(problem), isinstance(problem, StorageFull)
+        except GangLost:
+            return
         if passage is None or passage.held is None:
             if left is not None and left.damaged:
                 error += f": {'; '.join(left.damaged)}"
             answer = ranklink.Answer(order.id, False, error=error)
-            await self._report_switch(order, [answer], left)
+            await self._report_switch(order, [answer], left, Room.SHORT if full else Room.ENOUGH)
             return
         operations: list[ranklink.Operation] = [
             ranklink.Load(
@@ -174,22 +178,34 @@ class Orders:
             self.progress[order.wpg] = passage.held.progress
         else:
             self.resident.pop(order.wpg, None)
-        await self._report_switch(order, answers, left)
+        await self._report_switch(order, answers, left, _room(answers))
 
     async def _report_switch(
         self,
         order: tm.SwitchOrder,
         answers: list[ranklink.Answer],
         left: tm.ImagesLeft | None,
+        room: Room,
     ) -> None:
         done = self._done(order.id, order.wpg, "switch", answers)
-        await self._report(msgspec.structs.replace(done, deployment=order.incoming, left=left))
+        await self._report(
+            msgspec.structs.replace(done, deployment=order.incoming, left=left, room=str(room))
+        )
 
     async def save(self, order: tm.SaveOrder) -> None:
         """An image of the resident, which stays."""
         gang = self.gangs[order.wpg]
         self._tier.returns(order.deployment)
-        passage, ok = await self._tier.begin_save(order), False
+        try:
+            out = await self._measure(order.wpg, order.id, order.deployment)
+            passage, ok = await self._tier.begin_save(order, out=out), False
+        except GangLost:
+            return
+        except StorageFull as problem:
+            answer = ranklink.Answer(order.id, False, error=str(problem))
+            done = self._done(order.id, order.wpg, "save", [answer])
+            await self._report(msgspec.structs.replace(done, room=str(Room.SHORT)))
+            return
         operations: list[ranklink.Operation] = [
             ranklink.Save(order.deployment, str(path), order.progress) for path in passage.saves
         ]
@@ -200,7 +216,17 @@ class Orders:
             return
         finally:
             self._tier.end(passage, order.deployment, order.progress, ok=ok)
-        await self._report(self._done(order.id, order.wpg, "save", answers))
+        done = self._done(order.id, order.wpg, "save", answers)
+        await self._report(msgspec.structs.replace(done, room=str(_room(answers))))
+
+    async def _measure(self, wpg: str, order: str, deployment: str) -> int:
+        """Bytes of the image that leaves or is saved next; 0: none. Raises ``GangLost``."""
+        if not deployment:
+            return 0
+        gang = self.gangs[wpg]
+        asked: list[ranklink.Operation] = [ranklink.Measure(deployment)]
+        answers = await gang.order(f"measure {order}", asked * gang.processes)
+        return sum(answer.slab_bytes for answer in answers)
 
     async def persist(self, order: tm.PersistOrder) -> None:
         """The newest image to the durable tier."""
@@ -268,3 +294,7 @@ class Orders:
             started_us=min(answer.started_us for answer in answers),
             ended_us=max(answer.ended_us for answer in answers),
         )
+
+
+def _room(answers: list[ranklink.Answer]) -> Room:
+    return Room.LOST if any(answer.full for answer in answers) else Room.ENOUGH

@@ -9,6 +9,7 @@ from plexrl_slurm.core.messages import ImagesLeft, WpgDown, WpgUp
 from plexrl_slurm.daemons.agent_views import AgentView, WpgView
 from plexrl_slurm.daemons.gang_hub import GangHub
 from plexrl_slurm.daemons.gang_view import Gang
+from plexrl_slurm.daemons.image_stories import ImageStories
 from plexrl_slurm.daemons.layout import HeldWpg, Place
 from plexrl_slurm.daemons.shell import Shell
 from plexrl_slurm.logs import say
@@ -28,6 +29,7 @@ class AgentReports:
     gangs: GangHub
     #: See :class:`AgentHub`.
     on_left: Callable[[tm.Done, str], None]
+    stories: ImageStories
     _shell: Shell
     _persisted: Callable[[tm.Done], None]
     _after_commit: Callable[[Callable[[], None]], None]
@@ -112,6 +114,7 @@ class AgentReports:
             return  # nobody asked it, or not since the deployment came back to it
         if done.ok:
             self._persisted(done)
+            self.stories.durable(done.deployment, done.progress)
             after = self._persist_ended
             self._after_commit(lambda: after(done.deployment, done.progress, ok=True))
         else:

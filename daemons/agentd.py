@@ -9,10 +9,8 @@ import asyncio
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
@@ -25,8 +23,10 @@ import zmq.asyncio
 from plexrl_slurm import logs
 from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.errors import PlexError
+from plexrl_slurm.daemons import agent_private
 from plexrl_slurm.daemons.agent_config import AgentConfig, devices_of, visible_gpus
 from plexrl_slurm.daemons.agent_orders import Orders
+from plexrl_slurm.daemons.agent_private import PrivateFolder
 from plexrl_slurm.daemons.folders import tidy_siblings
 from plexrl_slurm.daemons.gang import Gang
 from plexrl_slurm.daemons.gang_part import GangPart
@@ -90,7 +90,8 @@ class Agent:
             send=lambda ready: self._link.send(ready),
             number=self._next_number,
         )
-        self._private = Path(tempfile.mkdtemp(prefix="plexrl-agent-"))
+        self._folder = PrivateFolder()
+        self._private = self._folder.path
         self._context = zmq.asyncio.Context()
         self._ranks = self._context.socket(zmq.ROUTER)
         self._inbox = Inbox(self._ranks)
@@ -107,6 +108,9 @@ class Agent:
         if self._config.snapshots_dir:  # a node of Slurm's: its folder lies beside earlier holds'
             for folder in self._config.homes:
                 tidy_siblings(folder, say=lambda gone: say(log, "left_over", folder=gone))
+        await asyncio.to_thread(
+            agent_private.tidy, say=lambda gone: say(log, "left_over", path=gone)
+        )
         await self._links.start(self._config.endpoint)
         loops: list[asyncio.Task[Any]] = [
             asyncio.create_task(coroutine)
@@ -122,7 +126,7 @@ class Agent:
         self._link.close()
         self._inbox.close()
         self._ranks.close()
-        shutil.rmtree(self._private, ignore_errors=True)
+        self._folder.close()
         if self._clear_host:
             await self._tier.snapshots.settle(seconds=SETTLE_S)
             self._tier.clear()

@@ -10,6 +10,7 @@ import msgspec
 from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.ids import CallId, CauseId, DeploymentId, WpgId
 from plexrl_slurm.core.messages import (
+    Room,
     WpgUp,
 )
 from plexrl_slurm.daemons.agent_reports import AgentReports
@@ -79,6 +80,7 @@ class AgentHub(AgentReports, OrderPost):
             persist_ended=lambda name, progress: self._persist_ended(name, progress, ok=False),
             order_id=self.order_id,
         )
+        orders.on_left = lambda done, node: self.on_left(done, node)
         #: WPGs that lie on several nodes.
         self.gangs = GangHub(
             shell,
@@ -229,10 +231,13 @@ class AgentHub(AgentReports, OrderPost):
         for done in hello.finished:
             if done.what == "persist" and done.ok:
                 self._persisted(done)
+                self.stories.durable(done.deployment, done.progress)
         finished, place = hello.finished, self.agents[address].place
         hello = self.gangs.take(address, place, hello)
         alone = [held.id for held in wpgs if self.gangs.get(held.id) is None]
         deployments, snapshots = await self._recover(hello, alone)
+        for name, kept in self._shell.durable.items():
+            self.stories.durable(name, kept.progress)
         for done in finished:
             self._acknowledge(address, done.number)
         for wpg in alone:
@@ -314,6 +319,7 @@ class AgentHub(AgentReports, OrderPost):
                     moved_bytes=report.moved_bytes,
                     error=report.error or damaged,
                     left=left,
+                    room=Room(report.room),
                 )
                 self._acknowledge(address, report.number)
             case tm.SnapshotHere():

@@ -7,10 +7,11 @@ next time is what is there.
 
 import asyncio
 import errno
+import functools
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar
 
 from plexrl_slurm.core.errors import BadImage
 from plexrl_slurm.memory import durable
@@ -19,6 +20,7 @@ from plexrl_slurm.memory.slab import read_header
 from plexrl_slurm.transport import messages as tm
 
 Progress: TypeAlias = tuple[int, int]
+_T = TypeVar("_T")
 
 #: What a disk says of a file that it will not give again; anything else may pass.
 _FINAL: Final = frozenset(
@@ -75,7 +77,7 @@ async def search(
             if kept is None or (newest is not None and newest >= kept.progress):
                 held = await bring()
             else:
-                held = await _twice(kept, load)
+                held = await twice(functools.partial(load, kept))
         except BadImage as problem:
             if kept is None or (newest is not None and newest >= kept.progress):
                 discard()
@@ -88,19 +90,25 @@ async def search(
             )
 
 
-async def _twice(kept: Kept, load: Callable[[Kept], Awaitable[Held]]) -> Held:
+async def twice(load: Callable[[], Awaitable[_T]]) -> _T:
+    """A durable image that cannot be read is read once more."""
     try:
-        return await load(kept)
+        return await load()
     except BadImage:
         await asyncio.sleep(_AGAIN_S)
-        return await load(kept)
+        return await load()
+
+
+def may_pass(problem: BadImage, folder: Path) -> bool:
+    """Whether a durable image that could not be read may be whole all the same."""
+    cause = problem.__cause__
+    passes = isinstance(cause, OSError) and cause.errno not in _FINAL
+    return passes or not folder.parent.parent.is_dir()  # the file system itself is not there
 
 
 def _next(bad: Kept, problem: BadImage) -> Kept | None:
     """Set the bad one aside; the next older durable image."""
-    cause = problem.__cause__
-    passes = isinstance(cause, OSError) and cause.errno not in _FINAL
-    if passes or not bad.folder.parent.parent.is_dir():  # the file system itself is not there
+    if may_pass(problem, bad.folder):
         raise problem
     try:
         durable.set_aside(bad.folder)

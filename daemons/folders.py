@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from plexrl_slurm.core.errors import Denied
+from plexrl_slurm.core.errors import Denied, StorageFull
 
 _LOCK: Final = "agent.lock"
 
@@ -81,6 +81,14 @@ def too_small(folder: Path, wanted: int, *, setting: str) -> str:
         f"{wanted / 2**30:.2f} GiB: mount it larger (a container's /dev/shm has 64 MiB unless it "
         f"is asked for more), or lower {setting}"
     )
+
+
+def refuse_full(folder: Path, wanted: int) -> None:
+    """Raises ``StorageFull`` if the file system of ``folder`` has no room for so many bytes."""
+    room = os.statvfs(folder)
+    free = room.f_bavail * room.f_frsize
+    if wanted > free:
+        raise StorageFull(str(folder), wanted, free)
 
 
 def _has_lock(folder: Path) -> bool:

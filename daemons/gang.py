@@ -314,9 +314,16 @@ class Gang:
             await process.wait()
         left_behind.remove(self._shared)
         self._shared.clear()
+        self._notes.unlink(missing_ok=True)
 
     def _note_shared(self) -> None:
         self._shared |= left_behind.mapped_by(process.pid for process in self._processes)
+        if self._shared:
+            left_behind.note(self._notes, self._shared)
+
+    @property
+    def _notes(self) -> Path:
+        return self._specs / f"{self.config.name}.shared"
 
     def _identity(self, rank: int) -> bytes:
         return f"{self.config.name}/{rank}/{self.incarnation}".encode()

@@ -8,11 +8,14 @@ free. Whatever dies between, there is an image that every node has.
 import asyncio
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
 from plexrl_slurm.core.ids import CallId
-from plexrl_slurm.core.messages import ImagesLeft, Persist, SaveImage, Switch
+from plexrl_slurm.core.messages import ImagesLeft, Persist, Room, SaveImage, Switch
+from plexrl_slurm.daemons.fallback import Kept
+from plexrl_slurm.daemons.gang_candidates import Candidates
 from plexrl_slurm.daemons.gang_facts import Position
 from plexrl_slurm.daemons.gang_view import Asked, Gang, Part
 from plexrl_slurm.daemons.orders import Durable
@@ -47,6 +50,8 @@ class GangOrders:
         self._persist_ended, self._order_id = persist_ended, order_id
         #: Starts a gang anew; of the :class:`GangHub`.
         self.restart: Callable[[Gang, str], None] = lambda _gang, _reason: None
+        #: Told that newer images of a deployment are damaged; see :class:`AgentHub`.
+        self.on_left: Callable[[tm.Done, str], None] = lambda _done, _node: None
 
     def run(self, gang: Gang, order: tm.RunOrder) -> None:
         """One part of a call, on all ranks."""
@@ -72,22 +77,30 @@ class GangOrders:
     def switch(self, gang: Gang, step: Switch, durable: Durable | None) -> None:
         """First every node has the incoming's image; only then the ranks begin, for one of them
         that does not would keep the others waiting."""
-        image, path = gang.settled.get(step.incoming), ""
-        if durable is not None and (image is None or image < durable.progress):
-            image, path = durable.progress, durable.path
-        if image is None:
-            self._failed(gang, f"no image of {step.incoming}")
+        kept = None
+        if durable is not None:
+            kept = Kept(progress=durable.progress, folder=Path(durable.path))
+        self._fetch(gang, step, Candidates(image=gang.settled.get(step.incoming), kept=kept))
+
+    def _fetch(self, gang: Gang, step: Switch, images: Candidates) -> None:
+        wanted = images.best
+        if wanted is None:
+            why = "; ".join([f"no image of {step.incoming}", *images.damaged])
+            self._failed(gang, why, self._left(gang, step, images))
             return
-        wanted = image
 
         def fetched(answers: list[tm.Done]) -> None:
-            if (bad := _first_bad(answers)) is not None:
-                damaged = any(done.left is not None for done in answers)
-                left = self._without(gang, step.incoming, durable) if damaged and not path else None
-                self._failed(gang, bad.error, left)
-                return
-            self.settle(gang, {step.incoming: wanted})
-            self._ask(gang, order, switched)
+            if (problems := _damaged(answers, gang)) and (error := _without(images, problems)):
+                self._failed(gang, error)
+            elif problems:
+                self.settle(gang, {step.incoming: images.image})
+                self._fetch(gang, step, images)
+            elif (bad := _first_bad(answers)) is not None:
+                left = self._left(gang, step, images) if images.damaged else None
+                self._failed(gang, bad.error, left, Room(bad.room))
+            else:
+                self.settle(gang, {step.incoming: wanted})
+                self._ask(gang, order, switched)
 
         def order(name: str) -> tm.Command:
             return tm.SwitchOrder(
@@ -102,7 +115,8 @@ class GangOrders:
             )
 
         def switched(answers: list[tm.Done]) -> None:
-            self._image_ended(gang, step.outgoing, step.outgoing_progress, answers)
+            left = self._left(gang, step, images) if images.damaged else None
+            self._image_ended(gang, step.outgoing, step.outgoing_progress, answers, left)
 
         def fetch(name: str) -> tm.Command:
             return tm.FetchOrder(
@@ -111,7 +125,7 @@ class GangOrders:
                 wpg=gang.id,
                 deployment=step.incoming,
                 image=wanted,
-                durable_path=path,
+                durable_path=images.path,
             )
 
         self._ask(gang, fetch, fetched)
@@ -132,7 +146,12 @@ class GangOrders:
         self._ask(gang, order, lambda a: self._image_ended(gang, step.deployment, step.progress, a))
 
     def _image_ended(
-        self, gang: Gang, deployment: str | None, progress: Position, answers: list[tm.Done]
+        self,
+        gang: Gang,
+        deployment: str | None,
+        progress: Position,
+        answers: list[tm.Done],
+        left: ImagesLeft | None = None,
     ) -> None:
         """The second phase of a save: every node has the new image, or the older one counts."""
         bad = _first_bad(answers)
@@ -140,21 +159,30 @@ class GangOrders:
             image = progress if bad is None else gang.settled.get(deployment)
             self.settle(gang, {deployment: image})
         if bad is not None:
-            self._failed(gang, bad.error)
+            # On some node the ranks may have begun.
+            room = Room.LOST if any(done.room for done in answers) else Room.ENOUGH
+            self._failed(gang, bad.error, left, room)
             return
         moved = sum(done.moved_bytes for done in answers)
-        self._shell.switch_ended(gang.id, ok=True, moved_bytes=moved)
+        self._shell.switch_ended(gang.id, ok=True, moved_bytes=moved, left=left)
 
-    def _without(self, gang: Gang, deployment: str, durable: Durable | None) -> ImagesLeft:
-        """One node's share is damaged: the image is none, and the durable one counts."""
-        self.settle(gang, {deployment: None})
-        progress = durable.progress if durable is not None else None
-        return ImagesLeft(image=progress, durable=progress)
+    def _left(self, gang: Gang, step: Switch, images: Candidates) -> ImagesLeft:
+        """What the core and the database are told of the incoming."""
+        self.on_left(images.report(gang.id, step.incoming), gang.held.nodes)
+        return images.left
 
-    def _failed(self, gang: Gang, error: str, left: ImagesLeft | None = None) -> None:
+    def _failed(
+        self,
+        gang: Gang,
+        error: str,
+        left: ImagesLeft | None = None,
+        room: Room = Room.ENOUGH,
+    ) -> None:
         say(log, "switch_failed", wpg=gang.id, reason=error)
         gang.show(gang, error)
-        self._shell.switch_ended(gang.id, ok=False, moved_bytes=0, error=error, left=left)
+        self._shell.switch_ended(
+            gang.id, ok=False, moved_bytes=0, error=error, left=left, room=room
+        )
 
     def settle(self, gang: Gang, images: dict[str, Position | None]) -> None:
         for deployment, progress in images.items():
@@ -258,6 +286,24 @@ class GangOrders:
 
 def _first_bad(answers: list[tm.Done]) -> tm.Done | None:
     return next((done for done in answers if not done.ok), None)
+
+
+def _damaged(answers: list[tm.Done], gang: Gang) -> list[str]:
+    """What is wrong with the shares of nodes, a sentence each."""
+    return [
+        f"{part.place.node}: {done.error}"
+        for part, done in zip(gang.parts, answers, strict=True)
+        if not done.ok and done.left is not None
+    ]
+
+
+def _without(images: Candidates, problems: list[str]) -> str:
+    """Why the damaged image could not be set aside; "" if it was."""
+    try:
+        images.without_best(problems)
+    except OSError as error:
+        return f"{problems[0]}; it cannot be set aside ({error.strerror})"
+    return ""
 
 
 def _run(call: str, number: int) -> str:

@@ -13,7 +13,7 @@ from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.errors import BadImage, BadInput, StorageFull
 from plexrl_slurm.daemons import fallback
 from plexrl_slurm.daemons.fallback import Found, Kept
-from plexrl_slurm.daemons.folders import locked, refuse_foreign, too_small
+from plexrl_slurm.daemons.folders import locked, refuse_foreign, refuse_full, too_small
 from plexrl_slurm.daemons.host_room import HostRoom
 from plexrl_slurm.daemons.nvme_tier import NvmeTier
 from plexrl_slurm.daemons.scrubber import Scrubber
@@ -168,9 +168,10 @@ class HostTier:
         ]
 
     # -- switches and saves ------------------------------------------------------------------
-    async def begin_switch(self, order: tm.SwitchOrder) -> Passage:
+    async def begin_switch(self, order: tm.SwitchOrder, *, out: int = 0) -> Passage:
         """Slots of both images, without any if there is none of the incoming deployment.
 
+        ``out``: bytes of what leaves; 0: as many as it had last, as far as is known.
         Raises ``BadImage`` and ``StorageFull``.
         """
         store = self._stores[order.wpg]
@@ -185,25 +186,26 @@ class HostTier:
         if self._room is not None:
             self._room.wanted(order.wpg, order.incoming)
         try:
-            slot = await self._begin(order.wpg, order.outgoing) if order.outgoing else None
+            slot = None
+            if order.outgoing:
+                slot = await self._begin(order.wpg, order.outgoing, size=out)
         except BaseException:
             store.unpin(held.slot)
             raise
-        saves = store.paths(slot) if slot is not None else []
         return Passage(
             wpg=order.wpg,
             held=held,
             slot=slot,
             loads=store.paths(held.slot),
-            saves=saves,
+            saves=store.paths(slot) if slot is not None else [],
             left=left,
         )
 
-    async def begin_save(self, order: tm.SaveOrder) -> Passage:
+    async def begin_save(self, order: tm.SaveOrder, *, out: int = 0) -> Passage:
         """A slot for an image of the resident."""
-        slot = await self._begin(order.wpg, order.deployment)
-        saves = self._stores[order.wpg].paths(slot)
-        return Passage(wpg=order.wpg, held=None, slot=slot, loads=[], saves=saves)
+        slot = await self._begin(order.wpg, order.deployment, size=out)
+        paths = self._stores[order.wpg].paths(slot)
+        return Passage(wpg=order.wpg, held=None, slot=slot, loads=[], saves=paths)
 
     def end(
         self, passage: Passage, deployment: str, progress: tuple[int, int], *, ok: bool
@@ -215,10 +217,15 @@ class HostTier:
         if passage.slot is not None:
             self._finish(passage.wpg, passage.slot, deployment, progress, ok=ok)
 
-    async def _begin(self, wpg: str, deployment: str) -> int:
-        if self._room is None:
-            return self._stores[wpg].begin()
-        return await self._room.begin(wpg, deployment)
+    async def _begin(self, wpg: str, deployment: str, *, size: int = 0) -> int:
+        store = self._stores[wpg]
+        slot = await self._room.begin(wpg, deployment, size=size) if self._room else store.begin()
+        try:
+            refuse_full(self._host, size - store.slot_bytes(slot))
+        except StorageFull:
+            self._finish(wpg, slot, deployment, (0, 0), ok=False)
+            raise
+        return slot
 
     def _finish(
         self, wpg: str, slot: int, deployment: str, progress: tuple[int, int], *, ok: bool
@@ -297,9 +304,13 @@ class HostTier:
         assert held is not None  # for the type checker: it was just committed
         return held
 
-    async def _read_durable(self, wpg: str, deployment: str, folder: Path, **share: int) -> None:
-        """``share``: of this node, as ``durable.read_image`` takes it."""
-        slot = await self._begin(wpg, deployment)
+    async def _read_durable(
+        self, wpg: str, deployment: str, folder: Path, *, first: int = 0, world: int | None = None
+    ) -> None:
+        """``first``, ``world``: as ``durable.read_image`` takes them."""
+        count = len(self._stores[wpg].paths(0))
+        size = await asyncio.to_thread(durable.slab_bytes, folder, first=first, count=count)
+        slot = await self._begin(wpg, deployment, size=size)
         try:
             try:
                 manifest = await asyncio.to_thread(
@@ -307,7 +318,8 @@ class HostTier:
                     folder,
                     self._stores[wpg].paths(slot),
                     swap=self._swap(wpg, deployment),
-                    **share,
+                    first=first,
+                    world=world,
                 )
             except StorageFull:
                 raise

@@ -3,10 +3,13 @@
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
 from typing import Any, TypeAlias
 
-from plexrl_slurm.core.errors import BadImage, PlexError
+from plexrl_slurm.core.errors import BadImage, PlexError, StorageFull
+from plexrl_slurm.core.messages import Room
 from plexrl_slurm.daemons.agent_orders import Orders
+from plexrl_slurm.daemons.fallback import may_pass
 from plexrl_slurm.daemons.gang import free_port
 from plexrl_slurm.daemons.gang_part import GangPart
 from plexrl_slurm.daemons.part_tier import PartTier
@@ -99,17 +102,20 @@ class PartOrders:
 
     async def _fetch(self, order: tm.FetchOrder) -> None:
         self._tier.returns(order.deployment)
-        error, size, left = "", 0, None
+        error, size, left, room = "", 0, None, Room.ENOUGH
         try:
             size = (await self._tier.fetch_part(order)).bytes
         except BadImage as problem:
-            error = str(problem)
-            left = tm.ImagesLeft(image=None, durable=None, damaged=[error])
+            error, path = str(problem), order.durable_path
+            if not path or not may_pass(problem, Path(path)):
+                left = tm.ImagesLeft(image=None, durable=None, damaged=[error])
         except PlexError as problem:
             error = str(problem)
+            room = Room.SHORT if isinstance(problem, StorageFull) else Room.ENOUGH
         await self._say(
-            order, "fetch", order.deployment, order.image, error=error, size=size, left=left
-        )
+            order, "fetch", order.deployment, order.image, error=error, size=size, left=left,
+            room=room,
+        )  # fmt: skip
 
     async def persist(self, order: tm.PersistOrder) -> None:
         """This node's share of a durable image, or, when all have theirs, the whole of it."""
@@ -136,6 +142,7 @@ class PartOrders:
         size: int,
         result: bytes = b"",
         left: tm.ImagesLeft | None = None,
+        room: Room = Room.ENOUGH,
     ) -> None:
         await self._report(
             tm.Done(
@@ -150,5 +157,6 @@ class PartOrders:
                 error=error,
                 moved_bytes=size,
                 left=left,
+                room=str(room),
             )
         )

@@ -73,20 +73,36 @@ class PartTier(HostTier):
 
         Raises ``BadImage`` and ``StorageFull``.
         """
-        held = await self._at(order.wpg, order.deployment, order.image)
-        if held is None and order.durable_path:
-            store = self._part(order.wpg)
-            await self._read_durable(
+        try:
+            return await self._checked(order)
+        except BadImage:
+            if not order.durable_path:
+                raise
+        store = self._part(order.wpg)
+        self._forget_share(store, order)
+        await fallback.twice(
+            lambda: self._read_durable(
                 order.wpg,
                 order.deployment,
                 Path(order.durable_path),
                 first=store.ranks.start,
                 world=store.whole,
             )
-            held = store.find_at(order.deployment, order.image)
+        )
+        return await self._checked(order)
+
+    async def _checked(self, order: tm.FetchOrder) -> Held:
+        held = await self._at(order.wpg, order.deployment, order.image)
         held = _there(held, order.deployment, order.image)
         fallback.check_held(held, self._part(order.wpg).paths(held.slot))
         return held
+
+    def _forget_share(self, store: PartImages, order: tm.FetchOrder) -> None:
+        """What is here of an image cannot be used."""
+        store.forget_at(order.deployment, order.image)
+        copy = self._nvme.find(order.wpg, order.deployment) if self._nvme is not None else None
+        if copy is not None and copy.progress == order.image and self._nvme is not None:
+            self._nvme.drop(order.wpg, order.deployment)
 
     async def share(self, order: tm.PersistOrder) -> tuple[Held, bytes]:
         """Copy this node's share of an image to the durable tier; what to tell about it.

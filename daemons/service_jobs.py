@@ -354,6 +354,12 @@ class PartitionService(EvictCalls):
             for row in rows
         ]
 
+    async def image_moves(
+        self, who: Principal, *, since_us: int, until_us: int
+    ) -> list[dict[str, Any]]:
+        hub = self._parts.hub
+        return hub.stories.between(since_us, until_us) if hub is not None else []
+
     def _kind(self, call_id: str | None) -> str:
         entry = self.shell.entries.get(CallId(call_id)) if call_id is not None else None
         return str(entry.call.kind) if entry is not None else ""

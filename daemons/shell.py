@@ -34,6 +34,7 @@ from plexrl_slurm.core.messages import (
     ImagesLeft,
     Persist,
     Persisted,
+    Room,
     Run,
     RunEnded,
     SaveImage,
@@ -288,6 +289,7 @@ class Shell:
         moved_bytes: int,
         error: str = "",
         left: ImagesLeft | None = None,
+        room: Room = Room.ENOUGH,
     ) -> None:
         """An agent says that a switch or a save ended."""
         step = self._moving.get(wpg)
@@ -299,14 +301,9 @@ class Shell:
             self._books.image(wpg, step.outgoing, step.outgoing_progress, moved_bytes)
         cause = step.cause if step is not None else CauseId(f"agent of {wpg}")
         event = SwitchEnded(
-            at_us=now_us(),
-            cause=cause,
-            wpg=wpg,
-            ok=ok,
-            moved_bytes=moved_bytes,
-            error=error,
-            left=left,
-        )
+            at_us=now_us(), cause=cause, wpg=wpg, ok=ok, moved_bytes=moved_bytes,
+            error=error, left=left, room=room,
+        )  # fmt: skip
         if ok:
             self.feed(event)
         else:

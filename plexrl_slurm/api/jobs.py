@@ -143,6 +143,13 @@ async def timeline(request: Request, who: Who, since_us: Instant, until_us: Inst
     return as_json(rows)
 
 
+@router.get("/timeline/images")
+async def image_moves(request: Request, who: Who, since_us: Instant, until_us: Instant) -> Response:
+    """Into which tiers images went in a stretch of time."""
+    rows = await service_of(request).image_moves(who, since_us=since_us, until_us=until_us)
+    return as_json(rows)
+
+
 @router.post("/drain")
 async def drain(request: Request, who: Admin) -> Response:
     """Admit nobody new, or admit again."""

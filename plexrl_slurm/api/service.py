@@ -271,6 +271,11 @@ class Service(Protocol):
         self, who: Principal, *, since_us: int, until_us: int
     ) -> list[dict[str, Any]]: ...
 
+    async def image_moves(
+        self, who: Principal, *, since_us: int, until_us: int
+    ) -> list[dict[str, Any]]:
+        """Into which tiers images went, and out of which."""
+
     # -- state (JSON-ready dicts too) ---------------------------------------------------------
     async def partition_state(self, who: Principal) -> dict[str, Any]:
         """Every living image and the tiers it is in; bytes of every tier."""

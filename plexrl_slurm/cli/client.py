@@ -155,6 +155,11 @@ class Client:
         params = {"since_us": str(since_us), "until_us": str(until_us)}
         return _items(self._ask("GET", f"{PREFIX}/timeline", params=params), "stretches")
 
+    def image_moves(self, *, since_us: int, until_us: int) -> list[dict[str, Any]]:
+        """Into which tiers images went."""
+        params = {"since_us": str(since_us), "until_us": str(until_us)}
+        return _items(self._ask("GET", f"{PREFIX}/timeline/images", params=params), "images")
+
     def drain(self, *, on: bool) -> dict[str, Any]:
         """Stop or resume admitting jobs."""
         return self._object("POST", f"{PREFIX}/drain", {"on": on})

@@ -1,13 +1,16 @@
 """Draw what every WPG did: a PNG for people, a Chrome trace for Perfetto. Values in, files out."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 #: As ``GET timeline`` answers it.
 Stretch: TypeAlias = Mapping[str, Any]
+#: As ``GET timeline/images`` answers it.
+Move: TypeAlias = Mapping[str, Any]
 
+_TIERS: Final = {"host": "#2a7f62", "nvme": "#c98a1b", "seq": "#4c5b8f"}
 _QUIET: Final = {"idle": "#e6e6e6", "down": "#7a1f1f"}
 #: How a job's colour looks for each of its activities: opacity, hatch.
 _LOOKS: Final = {"busy": (1.0, ""), "switch": (1.0, "////"), "kept": (0.35, "")}
@@ -29,8 +32,26 @@ def lanes(stretches: Iterable[Stretch]) -> dict[str, list[Stretch]]:
     return dict(sorted(found.items(), key=lambda lane: (not lane[0].startswith("train"), lane[0])))
 
 
-def chrome_trace(stretches: Sequence[Stretch], *, title: str) -> dict[str, Any]:
-    """The JSON object format of Chrome's trace events: one process, one thread for each WPG."""
+def image_lanes(moves: Sequence[Move], *, until_us: int) -> dict[str, list[Stretch]]:
+    """By image and place (a node, the durable tier): what tiers it was in, and how long."""
+    found: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+    for move in sorted(moves, key=lambda each: int(each["at_us"])):
+        lane = found[f"{move['deployment']} {move['where']}"]
+        if lane and "stop_us" not in lane[-1]:
+            lane[-1]["stop_us"] = move["at_us"]
+        if move["text"] != "gone":
+            lane.append({"text": move["text"], "start_us": move["at_us"]})
+    for lane in found.values():
+        if lane:
+            lane[-1].setdefault("stop_us", max(until_us, lane[-1]["start_us"]))
+    return {name: list(lane) for name, lane in sorted(found.items()) if lane}
+
+
+def chrome_trace(
+    stretches: Sequence[Stretch], *, title: str, moves: Sequence[Move] = ()
+) -> dict[str, Any]:
+    """The JSON object format of Chrome's trace events: a process with one thread for each WPG, and
+    one with a thread for each image and the place where it is."""
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": title}}
     ]
@@ -56,7 +77,25 @@ def chrome_trace(stretches: Sequence[Stretch], *, title: str) -> dict[str, Any]:
             }
             for stretch in lane
         )
+    if moves:
+        events.extend(_image_events(moves, until_us=max(e["stop_us"] for e in stretches)))
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _image_events(moves: Sequence[Move], *, until_us: int) -> Iterator[dict[str, Any]]:
+    yield {"ph": "M", "pid": 2, "name": "process_name", "args": {"name": "images"}}
+    for thread, (name, lane) in enumerate(image_lanes(moves, until_us=until_us).items(), start=1):
+        common = {"pid": 2, "tid": thread}
+        yield {**common, "ph": "M", "name": "thread_name", "args": {"name": name}}
+        for each in lane:
+            yield {
+                **common,
+                "ph": "X",
+                "name": each["text"],
+                "cat": "image",
+                "ts": each["start_us"],
+                "dur": each["stop_us"] - each["start_us"],
+            }
 
 
 def shares(stretches: Iterable[Stretch]) -> dict[str, dict[str, int]]:
@@ -70,17 +109,28 @@ def shares(stretches: Iterable[Stretch]) -> dict[str, dict[str, int]]:
     }
 
 
-def draw(stretches: Sequence[Stretch], path: Path, *, title: str) -> None:
-    """Write a PNG: a row for each WPG, a colour for each job."""
+def _tier_of(text: str) -> str:
+    """The fastest; the durable tier says only how far it is."""
+    return next(tier for tier in _TIERS if tier in text)
+
+
+def draw(
+    stretches: Sequence[Stretch], path: Path, *, title: str, moves: Sequence[Move] = ()
+) -> None:
+    """Write a PNG: a row for each WPG, a colour for each job; below, a row for each image and
+    place, a colour for each tier."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     rows = lanes(stretches)
     begin = min((each["start_us"] for each in stretches), default=0)
+    end = max((each["stop_us"] for each in stretches), default=0)
+    images = image_lanes(moves, until_us=end)
     jobs = sorted({each["job_id"] for each in stretches if each["job_id"] is not None})
     colours = {job: f"C{index % 10}" for index, job in enumerate(jobs)}
-    figure = Figure(figsize=(14, 1.6 + 0.7 * len(rows)), layout="constrained")
+    height = 1.6 + 0.7 * len(rows) + 0.3 * len(images)
+    figure = Figure(figsize=(14, height), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for y, lane in enumerate(rows.values()):
@@ -100,7 +150,12 @@ def draw(stretches: Sequence[Stretch], path: Path, *, title: str) -> None:
                 edgecolor="white" if hatch else "none",
                 linewidth=0,
             )
-    axes.set_yticks(range(len(rows)), list(rows))
+    for y, lane in enumerate(images.values(), start=len(rows)):
+        for each in lane:
+            start = max(begin, each["start_us"])
+            spot = (start - begin) / 1e6, max(0, each["stop_us"] - start) / 1e6
+            axes.broken_barh([spot], (y - 0.25, 0.5), facecolor=_TIERS[_tier_of(each["text"])])
+    axes.set_yticks(range(len(rows) + len(images)), [*rows, *images])
     axes.invert_yaxis()
     axes.set_xlabel("seconds")
     axes.set_title(title)
@@ -110,5 +165,10 @@ def draw(stretches: Sequence[Stretch], path: Path, *, title: str) -> None:
         Patch(facecolor="#666666", alpha=0.35, label="kept"),
         *(Patch(facecolor=colour, label=name) for name, colour in _QUIET.items()),
     ]
+    if images:
+        names = zip(
+            ("image in memory", "image on NVMe", "durable image"), _TIERS.values(), strict=True
+        )
+        legend += [Patch(facecolor=colour, label=name) for name, colour in names]
     axes.legend(handles=legend, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     figure.savefig(path, dpi=120)

@@ -48,33 +48,45 @@ def _instant(_context: click.Context, _parameter: click.Parameter, value: str | 
 def trace(
     app: App, png: Path | None, perfetto: Path | None, since: int | None, until: int | None
 ) -> None:
-    """Show what every WPG did; draw it with --png and --perfetto."""
+    """Show what every WPG did and where images went; draw it with --png and --perfetto."""
     site = app.site()
     for file in (png, perfetto):
         if file is not None and not file.absolute().parent.is_dir():
             raise BadInput(f"there is no folder {file.absolute().parent} for {file.name}: make it")
     with waiting("reading the timeline") as say:
-        found = _stretches(app, site, since or 0, until or now_us())
+        found, moves = _read(app, site, since or 0, until or now_us())
         if not found:
             raise BadInput(f"partition {site.partition} has no timeline there: widen --since")
         begin = min(each["start_us"] for each in found)
         title = f"partition {site.partition}, from {show.iso(begin)}"
         if png is not None:
             say(f"drawing {png}")
-            timeline.draw(found, png, title=title)
+            timeline.draw(found, png, title=title, moves=moves)
         if perfetto is not None:
-            perfetto.write_text(json.dumps(timeline.chrome_trace(found, title=title)))
-    app.answer({"stretches": found}, lambda: _table(found))
+            events = timeline.chrome_trace(found, title=title, moves=moves)
+            perfetto.write_text(json.dumps(events))
+    app.answer({"stretches": found, "images": moves}, lambda: _table(found) + _moves(moves))
 
 
-def _stretches(app: App, site: Site, since_us: int, until_us: int) -> list[dict[str, Any]]:
+def _read(
+    app: App, site: Site, since_us: int, until_us: int
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Stretches of WPGs, and moves of images, which only the daemon knows."""
     try:
         with app.client() as client:
-            return client.timeline(since_us=since_us, until_us=until_us)
+            found = client.timeline(since_us=since_us, until_us=until_us)
+            return found, client.image_moves(since_us=since_us, until_us=until_us)
     except DaemonUnavailable:
         found = ledger.stretches(site, since_us=since_us, until_us=until_us)
         note("the daemon does not answer; this is what the ledger has")
-        return found
+        return found, []
+
+
+def _moves(moves: list[dict[str, Any]]) -> str:
+    if not moves:
+        return ""
+    rows = [[show.iso(m["at_us"]), m["deployment"], m["where"], m["text"]] for m in moves]
+    return "\n\n" + show.fitted(("TIME", "IMAGE", "WHERE", "TIER"), rows)
 
 
 def _table(found: list[dict[str, Any]]) -> str:

@@ -30,6 +30,8 @@ class ReasonKind(StrEnum):
     SWITCHING = "switching"
     #: The WPG waits for the resident's next call.
     KEPT = "kept"
+    #: A tier has no room for the image of what is resident.
+    NO_ROOM = "no_room"
     #: Another job is to go first.
     AHEAD = "ahead"
     #: New samples do not join: somebody else is to follow.
@@ -209,7 +211,8 @@ def _of_wait(planner: Planner, lane: Lane, tenant: Tenant) -> Iterator[Reason]:
     if lane.resident is not tenant or not lane.running:
         busy = list(_of_lane(lane))
         yield from (reason for reason in busy if reason.kind is not ReasonKind.IDLE)
-        if not lane.up or lane.kept_until_us is not None:
+        stuck = lane.room_us is not None and lane.resident is not tenant
+        if not lane.up or lane.kept_until_us is not None or stuck:
             return
     elif lane.leaving:
         others = sorted(
@@ -274,6 +277,13 @@ def _of_lane(lane: Lane) -> Iterator[Reason]:
         yield Reason(kind=ReasonKind.SWITCHING, sentence=sentence, wpg=lane.id, job=job)
     elif lane.running:
         yield from _running(lane)
+    elif lane.room_us is not None:
+        left_us = max(0, lane.room_us - lane.now_us)
+        why = f" ({lane.room_reason})" if lane.room_reason else ""
+        sentence = (
+            f"{lane.id} waits for room for an image{why}; it tries again in {left_us / 1e6:.1f} s"
+        )
+        yield Reason(kind=ReasonKind.NO_ROOM, sentence=sentence, wpg=lane.id, until_us=lane.room_us)
     elif lane.kept_until_us is not None and lane.resident is not None:
         job, left_us = lane.resident.last_job, lane.kept_until_us - lane.now_us
         sentence = f"{lane.id} is kept for job {job} for at most {left_us / 1e6:.1f} s"

@@ -18,6 +18,7 @@ from plexrl_slurm.core.messages import (
     Finish,
     Persisted,
     Pool,
+    Room,
     RunEnded,
     SaveImage,
     SwitchEnded,
@@ -352,13 +353,15 @@ def _switch_ended(books: Books, lane: Lane, event: SwitchEnded, out: list[AnyIns
         return
     lane.move = None
     outgoing, incoming, cause = move.outgoing, move.incoming, event.cause
+    waits = event.room is not Room.ENOUGH and lane.no_room(event.error, handover.RETRY_US)
     if event.ok:
+        lane.room_waits = 0
         books.costs.learn(
             lane.id, moved_bytes=event.moved_bytes, duration_us=lane.now_us - move.start_us
         )
     if isinstance(move.order, SaveImage):
         if outgoing is not None:
-            _image_ended(books, lane, event, outgoing, move.order, out)
+            _image_ended(books, lane, event, outgoing, move.order, out, waits=waits)
     elif event.ok:
         if outgoing is not None:
             books.saved(outgoing, move.order.outgoing_progress, cause, out)
@@ -374,6 +377,14 @@ def _switch_ended(books: Books, lane: Lane, event: SwitchEnded, out: list[AnyIns
                 incoming.program.loaded()
                 phase = lane.phase(incoming, incoming.last_job)
                 phase.open_step = incoming.program.open_step
+    elif waits and event.room is Room.SHORT:
+        # What was to leave stays until there is room for its image.
+        lane.resident, lane.owed = outgoing, None
+        if outgoing is not None:
+            outgoing.step(Residency.RESIDENT, cause)
+        if incoming is not None:
+            incoming.lose(cause)
+            books.settle(lane, incoming, cause, out)
     else:
         # Nobody knows what the device holds now; images and calls are all there.
         lane.resident = lane.owed = None
@@ -384,7 +395,7 @@ def _switch_ended(books: Books, lane: Lane, event: SwitchEnded, out: list[AnyIns
             if tenant is not None:
                 tenant.lose(cause)
                 books.settle(lane, tenant, cause, out)
-        if incoming is not None and not other:
+        if incoming is not None and not other and event.room is Room.ENOUGH:
             incoming.failures += 1
             if incoming.failures >= books.max_attempts:
                 reason = f"its state could not be brought in {incoming.failures} times"
@@ -403,9 +414,15 @@ def _image_ended(
     tenant: Tenant,
     order: SaveImage,
     out: list[AnyInstruction],
+    *,
+    waits: bool,
 ) -> None:
+    """``waits``: there was no room for it, and there may be soon."""
     if event.ok:
         books.saved(tenant, order.progress, event.cause, out)
+        tenant.step(Residency.RESIDENT, event.cause)
+    elif waits and lane.owed is not None:
+        lane.owed = None
         tenant.step(Residency.RESIDENT, event.cause)
     elif lane.owed is not None:
         # Its place is wanted and it cannot be saved: give it up, its calls rebuild it.

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Final
 
 from plexrl_slurm.core.ids import CallId, CauseId, DeploymentId, JobId, WpgId
 from plexrl_slurm.core.ledger import DOWN, IDLE, Meter, Use
@@ -19,6 +20,10 @@ from plexrl_slurm.core.messages import (
 from plexrl_slurm.core.ordering import Entry, Program
 from plexrl_slurm.core.phase import Phase
 from plexrl_slurm.core.residency import Residency, Whereabouts
+
+#: Moves in a row that find a tier full; then what is resident, and cannot be saved, makes room: its
+#: calls rebuild it.
+ROOM_WAITS: Final = 12
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -151,6 +156,10 @@ class Lane:
     expected: DeploymentId | None = None
     #: Until when the WPG is kept for the resident while others wait.
     kept_until_us: int | None = None
+    #: A tier had no room for a move: the next is tried at this instant; why, how often in a row.
+    room_us: int | None = None
+    room_reason: str = ""
+    room_waits: int = 0
     #: Tenants of which nobody has looked whether a durable copy is due.
     copies: dict[str, Tenant] = field(default_factory=dict)
     #: It is to be given back: nothing new begins.
@@ -196,10 +205,16 @@ class Lane:
 
     def alarm_us(self) -> int | None:
         """When it wants to be planned though nothing happens."""
-        if not (self.up and self.copies):
+        if not self.up:
             return self.kept_until_us
-        retry_us = min(tenant.retry_us for tenant in self.copies.values())
-        return retry_us if self.kept_until_us is None else min(retry_us, self.kept_until_us)
+        alarms = [at for at in (self.kept_until_us, self.room_us) if at is not None]
+        return min([*alarms, *(tenant.retry_us for tenant in self.copies.values())], default=None)
+
+    def no_room(self, reason: str, retry_us: int) -> bool:
+        """A move found a tier full; whether that is to be waited out."""
+        self.room_us, self.room_reason = self.now_us + retry_us, reason
+        self.room_waits += 1
+        return self.room_waits < ROOM_WAITS
 
     def trains(self) -> bool:
         """Whether what runs is not sampling (or is unknown): it does not share the WPG."""

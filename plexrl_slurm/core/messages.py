@@ -264,6 +264,16 @@ class ImagesLeft:
     durable: tuple[int, int] | None
 
 
+class Room(StrEnum):
+    """Whether a tier had room for a switch or a save."""
+
+    ENOUGH = ""
+    #: It had none, which was found before any rank began: what was resident still is.
+    SHORT = "short"
+    #: It had none, and nobody knows what the device holds now.
+    LOST = "lost"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwitchEnded(Event):
     """Answer to :class:`Switch` and :class:`SaveImage`."""
@@ -276,6 +286,8 @@ class SwitchEnded(Event):
     error: str = ""
     #: Of the incoming; it may not be what was believed. With ``ok`` this image is loaded.
     left: ImagesLeft | None = None
+    #: If it failed for want of it, which is no deployment's fault.
+    room: Room = Room.ENOUGH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

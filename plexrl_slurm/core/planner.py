@@ -38,6 +38,8 @@ class Planner:
         """What ``lane`` does from now on; nothing if it does it already."""
         out: list[AnyInstruction] = []
         lane.kept_until_us = None
+        if lane.room_us is not None and lane.room_us <= lane.now_us:
+            lane.room_us = None
         if lane.up and lane.move is None:
             if lane.draining:
                 self._drain(lane, cause, out)
@@ -143,6 +145,10 @@ class Planner:
             self._serve(lane, lane.owed, cause, out)
             return
         lane.owed = None
+        if lane.room_us is not None:  # nobody else can come in now
+            if lane.resident is not None and lane.resident.key in lane.waiting:
+                self._serve(lane, lane.resident, cause, out)
+            return
         if not lane.waiting:
             self._save_if_due(lane, self.image_every, cause, out)
             return

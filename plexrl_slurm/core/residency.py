@@ -40,6 +40,7 @@ STEPS: Final[Mapping[tuple[Residency, Residency], str]] = {
     (Residency.SAVING, Residency.ABSENT): "lost while saving its first image",
     (Residency.RESIDENT, Residency.OFFLOADING): "offload began",
     (Residency.OFFLOADING, Residency.HOST): "offload ended, or the older image counts",
+    (Residency.OFFLOADING, Residency.RESIDENT): "there was no room for its image, and it stays",
     (Residency.OFFLOADING, Residency.ABSENT): "lost while offloading to its first image",
     (Residency.RESIDENT, Residency.HOST): "left clean, or the device was lost",
     (Residency.RESIDENT, Residency.ABSENT): "lost before its first image",

@@ -66,6 +66,9 @@ class TrainEngine(Protocol):
         Raises ``StorageFull`` if the slab cannot grow.
         """
 
+    def slab_bytes(self, deployment: str) -> int:
+        """Of the slab that :meth:`save_image` of the resident would fill now."""
+
     def load_image(self, path: Path, *, deployment: str) -> int:
         """Make ``deployment`` resident from the slab at ``path``; returns the bytes moved.
 

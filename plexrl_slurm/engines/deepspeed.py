@@ -9,7 +9,7 @@ import math
 import os
 import shutil
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +24,7 @@ from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import BadImage, BadInput, PlexError, StepSkipped, StorageFull
 from plexrl_slurm.core.zero import layout_of
 from plexrl_slurm.engines import batching, jit, losses, meeting
+from plexrl_slurm.engines.adam import check_adam
 from plexrl_slurm.engines.base import RankSpec
 from plexrl_slurm.engines.checkpoints import Gang, export, load, save
 from plexrl_slurm.engines.device_memory import DeviceMemory, on_gpu
@@ -31,7 +32,7 @@ from plexrl_slurm.engines.gpus import check_torch
 from plexrl_slurm.engines.movers import Mover, Piece
 from plexrl_slurm.engines.skeleton import Skeleton, bytes_of, dtype_name, quiet
 from plexrl_slurm.memory import swap
-from plexrl_slurm.memory.slab import Slab, SlabHeader, SlabTensor
+from plexrl_slurm.memory.slab import Slab, SlabHeader, SlabTensor, needed_bytes
 from plexrl_slurm.model_fingerprint import check_weights
 
 #: Name under which an image says what its weights are.
@@ -100,6 +101,12 @@ class DeepSpeedEngine:
             self._skeleton.swapped.saved()
         return moved
 
+    def slab_bytes(self, deployment: str) -> int:
+        skeleton, _ = self._resident(deployment)
+        # With the longest progress there can be.
+        header = self._header(skeleton, skeleton.image(), deployment, (1 << 31, 1 << 31))
+        return needed_bytes(header)
+
     def load_image(self, path: Path, *, deployment: str) -> int:
         slab, header, model = self._open(path, deployment)
         skeleton = self._skeleton_for(model)
@@ -136,21 +143,8 @@ class DeepSpeedEngine:
     ) -> tuple[Slab, list[Piece]]:
         """What a slab, now invalid, must get before it is committed."""
         skeleton, _ = self._resident(deployment)
-        state, swapped = skeleton.image(), skeleton.swapped
-        slab = self._slab(path)
-        header = SlabHeader(
-            deployment=deployment,
-            progress=progress,
-            rank=self._spec.rank,
-            world=self._spec.world,
-            architecture=self._layout(skeleton.architecture),
-            tensors=tuple(_entry(name, tensor) for name, tensor in state.items()),
-            state={
-                **skeleton.counters(),
-                **(swapped.state() if swapped is not None else {}),
-                _WEIGHTS: self._weights,
-            },
-        )
+        state, slab = skeleton.image(), self._slab(path)
+        header = self._header(skeleton, state, deployment, progress)
         failure: StorageFull | None = None
         try:
             slab.reserve(header)
@@ -165,6 +159,28 @@ class DeepSpeedEngine:
             Piece(tensor=tensor.contiguous(), place=place)
             for tensor, place in zip(state.values(), places, strict=True)
         ]
+
+    def _header(
+        self,
+        skeleton: Skeleton,
+        tensors: Mapping[str, Tensor],
+        deployment: str,
+        progress: tuple[int, int],
+    ) -> SlabHeader:
+        swapped = skeleton.swapped
+        return SlabHeader(
+            deployment=deployment,
+            progress=progress,
+            rank=self._spec.rank,
+            world=self._spec.world,
+            architecture=self._layout(skeleton.architecture),
+            tensors=tuple(_entry(name, tensor) for name, tensor in tensors.items()),
+            state={
+                **skeleton.counters(),
+                **(swapped.state() if swapped is not None else {}),
+                _WEIGHTS: self._weights,
+            },
+        )
 
     def _open(self, path: Path, deployment: str) -> tuple[Slab, SlabHeader, ModelSpec]:
         slab = self._slab(path)
@@ -325,7 +341,7 @@ class DeepSpeedEngine:
 
     def optim_step(self, body: wire.OptimStep) -> wire.OptimOutput:
         skeleton, _ = self._resident()
-        _check_adam(body)
+        check_adam(body)
         if not skeleton.open:
             raise BadInput(
                 "optim_step without a forward_backward since the last one: there are no gradients"
@@ -436,22 +452,6 @@ def _swap_folder(spec: RankSpec) -> Path:
             f"nvme_dir and nvme_bytes in the partition's file, or offload_optimizer = 'cpu'"
         )
     return Path(folder)
-
-
-def _check_adam(body: wire.OptimStep) -> None:
-    limits = {
-        "learning_rate": (body.learning_rate, math.inf),
-        "beta1": (body.beta1, 1.0),
-        "beta2": (body.beta2, 1.0),
-        "eps": (body.eps, math.inf),
-        "weight_decay": (body.weight_decay, math.inf),
-        "grad_clip_norm": (body.grad_clip_norm, math.inf),
-    }
-    for name, (value, below) in limits.items():
-        if not 0.0 <= value < below:
-            raise BadInput(
-                f"adam_params: {name} is {value}; it must be at least 0 and below {below}"
-            )
 
 
 def _join(spec: RankSpec) -> None:

@@ -9,7 +9,8 @@ list of ``{"kind": method, "count": n}``, with ``"rank"`` for one rank only: the
 code 9 at the n-th such call) and ``crash_marker`` (a file that keeps it from happening twice; the
 crash makes it). With ``clock`` a training call's metrics say when the rank began and ended it.
 With ``image_bytes`` an image has so many bytes more, so that a tier can be too small for it, and
-with ``snapshot_bytes`` a published snapshot, so that it takes a while to get to another node.
+with ``gradient_bytes`` one with an open step; with ``snapshot_bytes`` a published snapshot, so that
+it takes a while to get to another node.
 """
 
 import asyncio
@@ -33,7 +34,7 @@ from plexrl_slurm.engines.base import RankSpec
 from plexrl_slurm.engines.device_memory import DeviceMemory
 from plexrl_slurm.engines.sampling import check_sample, top_k
 from plexrl_slurm.memory.files import part_name, storage_errors
-from plexrl_slurm.memory.slab import Slab, SlabHeader, SlabTensor
+from plexrl_slurm.memory.slab import Slab, SlabHeader, SlabTensor, needed_bytes
 from plexrl_slurm.model_fingerprint import check_weights
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -143,6 +144,11 @@ class FakeTrainEngine:
         slab.views(header.tensors)[0][:] = data
         slab.commit()
         return len(data)
+
+    def slab_bytes(self, deployment: str) -> int:
+        state = self._resident("slab_bytes")
+        size = len(msgspec.msgpack.encode(state))
+        return needed_bytes(self._header(deployment, (1 << 31, 0), state, size))
 
     def load_image(self, path: Path, *, deployment: str) -> int:
         self._enter("load_image")
@@ -275,6 +281,8 @@ class FakeTrainEngine:
         self, deployment: str, progress: tuple[int, int], state: FakeState, size: int
     ) -> SlabHeader:
         more = int(self._spec.options.get("image_bytes", 0))
+        if state.gradients:
+            more += int(self._spec.options.get("gradient_bytes", 0))
         return SlabHeader(
             deployment=deployment,
             progress=progress,

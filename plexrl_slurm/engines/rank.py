@@ -84,8 +84,8 @@ class TrainRank:
     ) -> None:
         """``changed``: models that the engine was not told of, and why."""
         self._engine, self._link, self._changed = engine, link, changed
-        #: Device memory in use, as this order's answer says it.
-        self._used = 0
+        #: Device memory in use, and bytes of a slab, as this order's answer says them.
+        self._used = self._slab = 0
 
     def run(self) -> None:
         """Until told to stop. A failure that is not the input's fault ends the process."""
@@ -94,14 +94,14 @@ class TrainRank:
             if isinstance(order.operation, ranklink.Stop):
                 return
             started = now_us()
-            moved, result, error, ok = 0, b"", "", True
-            self._used = 0
+            moved, result, error, ok, full = 0, b"", "", True, False
+            self._used = self._slab = 0
             try:
                 moved, result = self._perform(order.operation)
             except StepSkipped as problem:
                 result = wire.encode(wire.Failed(str(problem), "user"))
             except (BadImage, BadInput, DeviceBusy, StorageFull) as problem:
-                ok, error = False, str(problem)
+                ok, error, full = False, str(problem), isinstance(problem, StorageFull)
             self._link.send(
                 ranklink.encode(
                     ranklink.Answer(
@@ -109,8 +109,10 @@ class TrainRank:
                         ok=ok,
                         result=result,
                         error=error,
+                        full=full,
                         moved_bytes=moved,
                         used_bytes=self._used,
+                        slab_bytes=self._slab,
                         started_us=started,
                         ended_us=now_us(),
                     )
@@ -134,6 +136,9 @@ class TrainRank:
                     deployment=operation.deployment,
                     progress=operation.progress,
                 ), b""
+            case ranklink.Measure(deployment=deployment):
+                self._slab = engine.slab_bytes(deployment)
+                return 0, b""
             case ranklink.Call():
                 return 0, wire.encode(self._call(operation))
             case ranklink.Sleep(limit=limit):

@@ -32,6 +32,12 @@ class Save(msgspec.Struct, frozen=True, tag="save"):
     progress: tuple[int, int]
 
 
+class Measure(msgspec.Struct, frozen=True, tag="measure"):
+    """Say how large the slab of a save of the resident ``deployment`` would be."""
+
+    deployment: str
+
+
 class Call(msgspec.Struct, frozen=True, tag="call"):
     """Run one part of a call; ``body`` is an encoded :data:`plexrl_slurm.wire.Body`."""
 
@@ -64,7 +70,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """End the process."""
 
 
-Operation: TypeAlias = Load | Save | Call | Sleep | Wake | Abort | Stop
+Operation: TypeAlias = Load | Save | Measure | Call | Sleep | Wake | Abort | Stop
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -90,9 +96,13 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
     result: bytes = b""
     #: Why it failed.
     error: str = ""
+    #: It failed because a tier had no room.
+    full: bool = False
     moved_bytes: int = 0
     #: Device memory in use after a sleep or wake; see ``device_memory.DeviceMemory``.
     used_bytes: int = 0
+    #: Of the file, after a :class:`Measure`.
+    slab_bytes: int = 0
     started_us: int = 0
     ended_us: int = 0
 

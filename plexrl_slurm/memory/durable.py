@@ -167,6 +167,15 @@ def read_manifest(folder: Path) -> Manifest:
         raise BadImage(str(folder), f"has an unreadable manifest ({error})") from error
 
 
+def slab_bytes(folder: Path, *, first: int, count: int) -> int:
+    """Of the slabs of so many ranks; 0: there is no complete image."""
+    try:
+        manifest = read_manifest(folder)
+    except BadImage:
+        return 0
+    return sum(file.bytes for file in manifest.files[first : first + count])
+
+
 def read_image(
     folder: Path,
     slabs: Sequence[Path],

@@ -43,6 +43,13 @@ class PartImages(ImageStore):
             return held
         return self._prepared.get((deployment, progress))
 
+    def forget_at(self, deployment: str, progress: tuple[int, int]) -> None:
+        """The slab of just this image turned out to be damaged, and is free."""
+        held = self._held.get(deployment)
+        if held is not None and held.progress == progress:
+            self.forget(deployment)
+        self._prepared.pop((deployment, progress), None)
+
     def prepare(self, slot: int, *, deployment: str, progress: tuple[int, int]) -> None:
         """Every rank of this node has finished writing ``slot``."""
         self._writing.discard(slot)

@@ -137,6 +137,11 @@ def _page_up(offset: int) -> int:
     return -(-offset // _PAGE) * _PAGE
 
 
+def needed_bytes(header: SlabHeader) -> int:
+    """Bytes of file that :meth:`Slab.write` would need for it."""
+    return _lay_out(header)[1]
+
+
 def _lay_out(header: SlabHeader) -> tuple[SlabHeader, int]:
     """The header with offsets filled in, and the bytes of file it needs."""
     # Offsets have at most nine bytes in msgpack, and the header is written after them.

@@ -194,6 +194,8 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     ended_us: int = 0
     #: Of a training switch: what there is of the incoming. Of a persist that has no image to copy.
     left: ImagesLeft | None = None
+    #: Of a switch, a save or a fetch that found a tier full: see ``core.messages.Room``.
+    room: str = ""
 
 
 class SnapshotHere(msgspec.Struct, frozen=True, tag="snapshot"):

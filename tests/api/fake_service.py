@@ -448,6 +448,11 @@ class FakeService(FakeState):
     ) -> list[dict[str, Any]]:
         return [{"since_us": since_us, "until_us": until_us}]
 
+    async def image_moves(
+        self, who: Principal, *, since_us: int, until_us: int
+    ) -> list[dict[str, Any]]:
+        return [{"deployment": "m", "at_us": since_us}]
+
     async def partition_state(self, who: Principal) -> dict[str, Any]:
         return {"images": [], "tiers": [], "uid": who.uid}
 

@@ -49,6 +49,8 @@ def test_lists_take_their_filters_from_the_query(api: Api) -> None:
         span = http.get("/plexrl/v1/timeline?since_us=1&until_us=2").json()
         assert span == [{"since_us": 1, "until_us": 2}]
         assert http.get("/plexrl/v1/timeline").status_code == 400
+        moves = http.get("/plexrl/v1/timeline/images?since_us=1&until_us=2").json()
+        assert moves == [{"deployment": "m", "at_us": 1}]
         beyond = http.get(f"/plexrl/v1/timeline?since_us=0&until_us={2**63}")
         assert (beyond.status_code, "until_us" in beyond.json()["error"]) == (400, True)
         assert http.get(f"/plexrl/v1/jobs/{2**63}/explain").status_code == 400

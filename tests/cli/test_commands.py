@@ -266,6 +266,7 @@ def test_trace_draws_and_writes_a_perfetto_file(
     plexrl: Plexrl, daemon: FakeDaemon, home: Path
 ) -> None:
     daemon.answers["GET /timeline"] = {"stretches": STRETCHES}
+    daemon.answers["GET /timeline/images"] = []
     done = plexrl("trace", "--png", "t.png", "--perfetto", "t.json", "--since", "2h")
     assert done.stdout == (
         "WPG       GPUSECS BUSY  SWITCH KEPT  IDLE  DOWN\n"
@@ -281,6 +282,38 @@ def test_trace_draws_and_writes_a_perfetto_file(
     assert sum(box["dur"] for box in boxes) == 6_000_000
 
 
+def test_trace_shows_which_tiers_images_went_through(
+    plexrl: Plexrl, daemon: FakeDaemon, home: Path
+) -> None:
+    def move(after_us: int, where: str, text: str) -> dict[str, object]:
+        return {"at_us": T0 + after_us, "deployment": "s1-1:train:0", "where": where, "text": text}
+
+    begin = min(each["start_us"] for each in STRETCHES) - T0
+    end = max(each["stop_us"] for each in STRETCHES)
+    daemon.answers["GET /timeline"] = {"stretches": STRETCHES}
+    daemon.answers["GET /timeline/images"] = [
+        move(begin, "n1", "host (seq 2)"),
+        move(begin + 10, "n1", "host (seq 2) and nvme (seq 2)"),
+        move(begin + 20, "n1", "nvme (seq 2)"),
+        move(begin + 30, "durable tier", "seq 2"),
+        move(begin + 40, "n1", "gone"),
+    ]
+    done = plexrl("trace", "--perfetto", "t.json", "--png", "t.png")
+    lines = done.stdout.splitlines()[4:]
+    assert lines[0].split() == ["TIME", "IMAGE", "WHERE", "TIER"]
+    assert lines[4].endswith("durable tier seq 2") and lines[5].endswith("gone")
+    assert json.loads(plexrl("trace", "--json").stdout)["images"][2]["text"] == "nvme (seq 2)"
+    events = json.loads((home / "t.json").read_text())["traceEvents"]
+    boxes = [e for e in events if e["ph"] == "X" and e["cat"] == "image"]
+    assert [(box["name"], box["dur"]) for box in boxes] == [
+        ("seq 2", end - (T0 + begin + 30)),
+        ("host (seq 2)", 10),
+        ("host (seq 2) and nvme (seq 2)", 10),
+        ("nvme (seq 2)", 20),
+    ]
+    assert (home / "t.png").read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize(
     ("words", "code", "sentence"),
     [
@@ -292,7 +325,7 @@ def test_trace_draws_and_writes_a_perfetto_file(
 def test_trace_refuses_in_one_sentence(
     plexrl: Plexrl, daemon: FakeDaemon, words: list[str], code: int, sentence: str
 ) -> None:
-    daemon.answers["GET /timeline"] = []
+    daemon.answers["GET /timeline"] = daemon.answers["GET /timeline/images"] = []
     done = plexrl("trace", *words)
     assert (done.exit_code, done.stderr.count("\n")) == (code, 1)
     assert sentence in done.stderr

@@ -22,6 +22,7 @@ from plexrl_slurm.core.messages import (
     ImagesLeft,
     Persist,
     Persisted,
+    Room,
     Run,
     RunEnded,
     SaveImage,
@@ -200,6 +201,7 @@ class Hand:
         moved_bytes: int = 0,
         error: str = "",
         left: ImagesLeft | None = None,
+        room: Room = Room.ENOUGH,
     ) -> list[AnyInstruction]:
         event = SwitchEnded(
             wpg=self.wpg.id,
@@ -207,6 +209,7 @@ class Hand:
             moved_bytes=moved_bytes,
             error=error,
             left=left,
+            room=room,
             at_us=self.now,
             cause=CAUSE,
         )

@@ -2,14 +2,17 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from plexrl_slurm.core.errors import BadInput
 from plexrl_slurm.core.ids import CauseId, DeploymentId
-from plexrl_slurm.core.messages import Activity, Persist, Switch
+from plexrl_slurm.core.messages import Activity, ImagesLeft, Persist, Switch
 from plexrl_slurm.daemons import gang_orders
 from plexrl_slurm.daemons.orders import Durable
+from plexrl_slurm.memory import durable
 from plexrl_slurm.transport import messages as tm
 from tests.daemons.gang_bench import (
     IMAGE,
@@ -121,8 +124,8 @@ def test_ranks_switch_when_every_node_has_what_comes_in(play: Play) -> None:
     async def scene(world: World) -> None:
         site = await Site.up(await world.daemon())
         await site.created()
-        durable = Durable(progress=(9, 0), path="/durable/b")
-        site.daemon.hub.switch(switch_step("b"), None, durable)
+        kept = Durable(progress=(9, 0), path="/durable/b")
+        site.daemon.hub.switch(switch_step("b"), None, kept)
         one, other = site.last(tm.FetchOrder)
         assert (one.image, one.durable_path) == ((9, 0), "/durable/b")
         site.answer(site.first, one, "fetch")
@@ -152,24 +155,138 @@ def test_no_rank_is_disturbed_if_a_node_cannot_get_what_comes_in(play: Play) -> 
     play(scene)
 
 
+class Teller:
+    """What the shell hears of a switch."""
+
+    def __init__(self, site: Site, patch: pytest.MonkeyPatch) -> None:
+        self.heard: list[dict[str, Any]] = []
+        #: What whoever keeps the books of damaged images hears.
+        self.left: list[tm.ImagesLeft | None] = []
+        site.daemon.hub.on_left = lambda done, node: self.left.append(done.left)
+        patch.setattr(site.daemon.shell, "switch_ended", self._note)
+
+    def _note(self, wpg: str, **facts: Any) -> None:
+        assert wpg == TRAIN
+        self.heard.append(facts)
+
+
+def durable_images(folder: Path, *seqs: int) -> list[Durable]:
+    """Complete ones of the model, in the durable tier."""
+    found = []
+    for seq in seqs:
+        path = durable.folder_of(folder, MODEL, (seq, 0))
+        path.mkdir(parents=True)
+        manifest = durable.Manifest(deployment=MODEL, progress=(seq, 0), files=())
+        (path / durable.MANIFEST).write_bytes(msgspec.json.encode(manifest))
+        found.append(Durable(progress=(seq, 0), path=str(path)))
+    return found
+
+
+def answer_fetch(site: Site, *damaged: bytes) -> None:
+    """Those agents say that their share is torn."""
+    left = tm.ImagesLeft(image=None, durable=None, damaged=["it is torn"])
+    for address, order in zip((site.first, site.second), site.last(tm.FetchOrder), strict=True):
+        if address in damaged:
+            site.answer(address, order, "fetch", ok=False, error="it is torn", left=left)
+        else:
+            site.answer(address, order, "fetch")
+
+
 def test_if_one_share_is_damaged_the_image_is_none_and_the_durable_one_comes_in(
-    play: Play,
+    play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scene(world: World) -> None:
         site = await with_image(world)
-        daemon = site.daemon
-        daemon.shell.durable[MODEL] = Durable(progress=(0, 0), path="/durable/a")
-        step = switch_step(MODEL, outgoing=None)
-        daemon.hub.switch(step, None, daemon.shell.durable[MODEL])
-        one, other = site.last(tm.FetchOrder)
+        daemon, told = site.daemon, Teller(site, monkeypatch)
+        (kept,) = durable_images(world.settings.durable_dir, 0)
+        daemon.shell.durable[MODEL] = kept
+        daemon.hub.switch(switch_step(MODEL, outgoing=None), None, kept)
+        one, _ = site.last(tm.FetchOrder)
         assert (one.image, one.durable_path) == (IMAGE, "")
-        site.answer(site.first, one, "fetch")
-        left = tm.ImagesLeft(image=None, durable=None, damaged=["it is torn"])
-        site.answer(site.second, other, "fetch", ok=False, error="it is torn", left=left)
+        answer_fetch(site, site.second)
         assert site.settled() is None
         assert site.last(tm.SettleOrder)[1].images == {MODEL: None}
-        daemon.hub.switch(step, None, daemon.shell.durable[MODEL])
-        assert {order.durable_path for order in site.last(tm.FetchOrder)} == {"/durable/a"}
+        assert {order.durable_path for order in site.last(tm.FetchOrder)} == {kept.path}
+        answer_fetch(site)
+        for address, order in zip(
+            (site.first, site.second), site.last(tm.SwitchOrder), strict=True
+        ):
+            assert order.image == (0, 0)
+            site.answer(address, order, "switch")
+        left = ImagesLeft(image=(0, 0), durable=(0, 0))
+        assert told.heard == [{"ok": True, "moved_bytes": 0, "left": left}]
+        assert told.left == [
+            tm.ImagesLeft(image=(0, 0), durable=(0, 0), damaged=["n2: it is torn"])
+        ]
+
+    play(scene)
+
+
+def test_a_damaged_durable_image_is_set_aside_once_and_an_older_one_comes_in(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene(world: World) -> None:
+        site = await with_image(world)
+        daemon, told = site.daemon, Teller(site, monkeypatch)
+        older, newest = durable_images(world.settings.durable_dir, 3, 9)
+        daemon.shell.durable[MODEL] = newest
+        daemon.hub.switch(switch_step(MODEL, outgoing=None), None, newest)
+        answer_fetch(site, site.first, site.second)
+        home = Path(newest.path).parent
+        assert {path.name for path in home.iterdir()} == {
+            Path(older.path).name,
+            f"damaged-{Path(newest.path).name}",
+        }
+        assert {order.durable_path for order in site.last(tm.FetchOrder)} == {older.path}
+        assert {order.image for order in site.last(tm.FetchOrder)} == {(3, 0)}
+        answer_fetch(site)
+        assert site.settled() == (3, 0)
+        for address, order in zip(
+            (site.first, site.second), site.last(tm.SwitchOrder), strict=True
+        ):
+            site.answer(address, order, "switch")
+        assert [facts["left"] for facts in told.heard] == [ImagesLeft(image=(3, 0), durable=(3, 0))]
+        problems = ["n1: it is torn", "n2: it is torn"]
+        assert told.left == [tm.ImagesLeft(image=(3, 0), durable=(3, 0), damaged=problems)]
+
+    play(scene)
+
+
+def test_without_an_older_durable_image_what_all_nodes_have_comes_in(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene(world: World) -> None:
+        site = await with_image(world)
+        told = Teller(site, monkeypatch)
+        (newest,) = durable_images(world.settings.durable_dir, 9)
+        site.daemon.shell.durable[MODEL] = newest
+        site.daemon.hub.switch(switch_step(MODEL, outgoing=None), None, newest)
+        answer_fetch(site, site.second)
+        assert {(o.image, o.durable_path) for o in site.last(tm.FetchOrder)} == {(IMAGE, "")}
+        answer_fetch(site, site.first)
+        (facts,) = told.heard
+        assert not facts["ok"] and facts["left"] == ImagesLeft(image=None, durable=None)
+        assert "n2: it is torn" in facts["error"] and "n1: it is torn" in facts["error"]
+        assert site.settled() is None
+        assert [left and (left.image, left.durable) for left in told.left] == [(None, None)]
+
+    play(scene)
+
+
+def test_a_durable_image_that_may_be_whole_all_the_same_is_not_touched(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene(world: World) -> None:
+        site = await with_image(world)
+        told = Teller(site, monkeypatch)
+        _, newest = durable_images(world.settings.durable_dir, 3, 9)
+        site.daemon.hub.switch(switch_step(MODEL, outgoing=None), None, newest)
+        one, other = site.last(tm.FetchOrder)
+        site.answer(site.first, one, "fetch")
+        site.answer(site.second, other, "fetch", ok=False, error="Stale file handle")
+        (facts,) = told.heard
+        assert not facts["ok"] and facts["left"] is None and not told.left
+        assert durable.read_manifest(Path(newest.path)).progress == (9, 0)
 
     play(scene)
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from plexrl_slurm.core.errors import BadImage, Denied
+from plexrl_slurm.core.errors import BadImage, Denied, StorageFull
 from plexrl_slurm.daemons import folders, shared_tier
 from plexrl_slurm.daemons.host_tier import HostTier
 from plexrl_slurm.memory import contents, durable
@@ -137,6 +137,20 @@ def test_a_tier_that_other_users_can_change_is_refused(tmp_path: Path, above: in
 
 
 # ---- the durable tier --------------------------------------------------------------------------
+
+
+def test_a_save_for_which_there_is_no_room_is_refused_before_any_rank_begins(
+    tmp_path: Path,
+) -> None:
+    tier = tier_in(tmp_path)
+    store = tier.store("train-0", 1)
+    order = tm.SaveOrder(
+        epoch=1, id="1", wpg="train-0", incarnation=1, deployment="a", progress=(1, 0)
+    )
+    with pytest.raises(StorageFull, match="free space there"):
+        asyncio.run(tier.begin_save(order, out=1 << 60))
+    assert store.next_slot() == 0
+    assert asyncio.run(tier.begin_save(order, out=1)).slot == 0
 
 
 def test_a_durable_image_that_the_file_system_does_not_give_fails_one_switch_only(

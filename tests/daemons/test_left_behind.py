@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tempfile
 from collections.abc import Generator
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from plexrl_slurm.daemons import left_behind
+from plexrl_slurm.daemons import agent_private, left_behind
+from plexrl_slurm.daemons.agent_private import PrivateFolder
 
 #: Maps a named segment and says so; a child of its own does the same.
 HOLDER = """
@@ -33,6 +35,61 @@ def segments() -> Generator[list[SharedMemory], None, None]:
     for segment in made:
         segment.close()
         left_behind.remove([f"/dev/shm/{segment.name}"])
+
+
+#: An agent that is killed; its ranks' shared memory stays.
+AGENT = """
+import os, sys, time
+from plexrl_slurm.daemons import left_behind
+from plexrl_slurm.daemons.agent_private import PrivateFolder
+folder = PrivateFolder()
+left_behind.note(folder.path / "rollout-0.shared", sys.argv[1:])
+print(folder.path, flush=True)
+time.sleep(60)
+"""
+
+
+def test_the_next_agent_removes_a_killed_ones_folder_and_what_its_ranks_shared_and_nothing_else(
+    segments: list[SharedMemory], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    dead, mapped, foreign = (f"/dev/shm/{segment.name}" for segment in segments)
+    segments[0].close()
+    segments[2].close()
+    gone: list[str] = []
+    with subprocess.Popen(
+        [sys.executable, "-c", AGENT, dead, mapped], stdout=subprocess.PIPE, text=True
+    ) as agent:
+        assert agent.stdout is not None
+        folder = Path(agent.stdout.readline().strip())
+        assert folder.parent == tmp_path and folder.is_dir()
+        living = PrivateFolder()
+        agent_private.tidy(say=gone.append)
+        assert gone == [] and folder.is_dir()
+        agent.kill()
+    agent_private.tidy(say=gone.append)  # this process has one of them mapped
+    assert gone == [dead] and folder.is_dir()
+    assert [Path(file).exists() for file in (dead, mapped, foreign)] == [False, True, True]
+    segments[1].close()
+    agent_private.tidy(say=gone.append)
+    assert gone == [dead, mapped, str(folder)] and not folder.exists()
+    assert Path(foreign).exists() and living.path.is_dir()
+    living.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_shared_memory_of_the_same_name_that_somebody_made_since_is_not_taken_for_a_dead_ones(
+    segments: list[SharedMemory], tmp_path: Path
+) -> None:
+    file = f"/dev/shm/{segments[0].name}"
+    notes = tmp_path / "rollout-0.shared"
+    left_behind.note(notes, [file, "/dev/shm/psm_gone"])
+    assert left_behind.noted(notes) == [file]
+    with Path(file).open("rb"):  # so that nobody gets its inode
+        left_behind.remove([file])
+        Path(file).write_bytes(b"another's")
+        assert left_behind.noted(notes) == []
 
 
 def test_what_a_process_group_has_mapped_is_found_and_removed_and_nothing_else(

@@ -168,6 +168,29 @@ def test_two_nodes_make_a_durable_image_that_each_reads_its_ranks_of(tmp_path: P
     asyncio.run(scene())
 
 
+def test_a_share_that_is_damaged_here_comes_from_the_durable_tier_if_that_has_it(
+    tmp_path: Path,
+) -> None:
+    async def scene() -> None:
+        tiers = [await tier_in(tmp_path, node) for node in NODES]
+        for tier in tiers:
+            await save(tier, "a", 5)
+        said = [(await tier.share(persist(tmp_path, 5)))[1] for tier in tiers]
+        await tiers[0].join(persist(tmp_path, 5, *said))
+        folder = tmp_path / "durable" / "a" / "000000005.0000"
+        held = await tiers[1].fetch_part(fetch("a", 5))
+        tiers[1]._part("train-0").paths(held.slot)[0].write_bytes(b"garbage")
+        held = await tiers[1].fetch_part(fetch("a", 5, folder))
+        assert read_header(tiers[1]._part("train-0").paths(held.slot)[0]).rank == 1
+        tiers[1].settle("train-0", "a", None)
+        (folder / "rank-1.slab").write_bytes(b"garbage")
+        with pytest.raises(BadImage, match="cut off"):
+            await tiers[1].fetch_part(fetch("a", 5, folder))
+        assert images(tiers[1]) == set()
+
+    asyncio.run(scene())
+
+
 def test_a_wpg_that_is_no_more_leaves_no_memory_taken(tmp_path: Path) -> None:
     async def scene() -> None:
         tier = await tier_in(tmp_path, 0)

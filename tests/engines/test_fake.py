@@ -109,6 +109,22 @@ def test_an_image_carries_an_open_step_and_another_deployment_in_between_leaves_
     assert engine.digest() == make_trained(make_batch(), make_batch(tokens=(7,))).digest()
 
 
+def test_an_image_is_as_large_as_was_said_before_with_more_while_a_step_is_open(
+    tmp_path: Path,
+) -> None:
+    engine = FakeTrainEngine(make_spec(options={"image_bytes": 5000, "gradient_bytes": 50_000}))
+    engine.create("m", wire.Create("tiny"))
+    for number, least in enumerate([5000, 55_000, 5000]):
+        promised, slab = engine.slab_bytes("m"), tmp_path / str(number)
+        engine.save_image(slab, deployment="m", progress=(number, 0))
+        assert least < slab.stat().st_size == promised < least + 5 * 4096
+        if number == 0:
+            engine.forward_backward(make_batch())
+        else:
+            engine.optim_step(ADAM)
+            break
+
+
 def test_images_of_others_and_torn_ones_are_refused_and_the_resident_stays(tmp_path: Path) -> None:
     engine = make_trained(make_batch())
     before = engine.digest()
