@@ -60,7 +60,7 @@ MARKED := PLEXRL_TESTS_MUST_RUN=slurm,postgres,engines $(PYTEST) -W ignore:unclo
 # start servers and engines, which want both cores.
 marked:
 	@scripts/setup.sh tiny
-	$(MARKED) -m "not ($(FAST)) and not slurm" $(ARGS)
+	$(MARKED) -m "not ($(FAST)) and not slurm" -n 2 --dist loadfile $(ARGS)
 	$(MARKED) -m slurm -n 2 --dist loadfile $(ARGS)
 
 bless: setup ## rewrite the golden files in tests/golden, then read the diff

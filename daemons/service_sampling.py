@@ -23,6 +23,7 @@ from plexrl_slurm.daemons.spool import SampleLine
 from plexrl_slurm.daemons.state import LiveSession, LiveSnapshot, Sampler
 from plexrl_slurm.db import checkpoints, snapshots
 from plexrl_slurm.db.models import CheckpointKind
+from plexrl_slurm.model_fingerprint import fingerprint
 
 #: Ephemeral samplers of a model that are never collected while their session lives.
 KEPT_SAMPLERS = 2
@@ -103,6 +104,7 @@ class SamplingCalls(TrainingCalls):
         if model is None:
             raise UnknownModel(base_model or "", tuple(sorted(self.models)))
         job = self.job_of(who)
+        weights = await asyncio.to_thread(fingerprint, Path(model.path))
         return await self._standing(
             session,
             LiveSnapshot(
@@ -112,7 +114,7 @@ class SamplingCalls(TrainingCalls):
                 uri=None,
                 path=model.path,
                 wpg=self.home_of(job, Pool.ROLLOUT, model),
-                content=content.text(content.of_base(model.name)),
+                content=content.text(content.of_base(model.name, weights)),
                 bytes=model.weights_bytes,
                 deployment=None,
                 ready=True,

@@ -6,9 +6,9 @@ from typing import Final
 _BYTES: Final = 7
 
 
-def of_base(model: str) -> int:
-    """The weights of a model of the catalogue."""
-    return _number("base", model)
+def of_base(model: str, fingerprint: str = "") -> int:
+    """The weights of a model of the catalogue, which may be other ones one day."""
+    return _number("base", model, fingerprint)
 
 
 def of_files(*digests: str) -> int:

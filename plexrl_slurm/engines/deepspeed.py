@@ -90,7 +90,7 @@ class DeepSpeedEngine:
         if there or skeleton.swapped is not None:
             skeleton.reset(model)  # a new one has the base weights already
         self._deployment, self._model = deployment, model
-        self._weights = content.of_base(model.name)
+        self._weights = content.of_base(model.name, body.fingerprint)
         return wire.Created(parameters=skeleton.parameters)
 
     def save_image(self, path: Path, *, deployment: str, progress: tuple[int, int]) -> int:

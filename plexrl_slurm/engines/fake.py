@@ -61,6 +61,8 @@ class FakeSnapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     weights: str
     #: As much as a test wants.
     more: bytes = b""
+    #: Of the model's folder.
+    fingerprint: str = ""
 
 
 def base_weights(model: str) -> str:
@@ -70,7 +72,7 @@ def base_weights(model: str) -> str:
 
 def _content(state: FakeState) -> str:
     if state.weights == base_weights(state.base_model):
-        return content.text(content.of_base(state.base_model))
+        return content.text(content.of_base(state.base_model, state.fingerprint))
     return content.text(content.of_files(state.weights))
 
 
@@ -130,7 +132,10 @@ class FakeTrainEngine:
         check_weights(model, body.fingerprint)
         self._deployment = deployment
         self._state = FakeState(
-            base_model=model.name, weights=base_weights(model.name), moments=_hash("zero")
+            base_model=model.name,
+            weights=base_weights(model.name),
+            moments=_hash("zero"),
+            fingerprint=body.fingerprint,
         )
         return wire.Created(parameters=model.parameters)
 
