@@ -123,7 +123,7 @@ def newest_below(home: Path, progress: Progress) -> Kept | None:
     return None
 
 
-def check_held(held: Held, slabs: Sequence[Path], *, swap: Path | None) -> None:
+def check_held(held: Held, slabs: Sequence[Path], *, swap: Path | None = None) -> None:
     """Raises ``BadImage`` if what is in memory is not the image that it was, or the part of it in
     the deployment's swap folder, ``swap``, is gone."""
     for rank, slab in enumerate(slabs):
