@@ -17,6 +17,7 @@ from plexrl_slurm.core.errors import BadImage
 from plexrl_slurm.memory import durable
 from plexrl_slurm.memory.images import Held
 from plexrl_slurm.memory.slab import read_header
+from plexrl_slurm.memory.swap import check_version
 from plexrl_slurm.transport import messages as tm
 
 Progress: TypeAlias = tuple[int, int]
@@ -130,9 +131,12 @@ def newest_below(home: Path, progress: Progress) -> Kept | None:
     return None
 
 
-def check_held(held: Held, slabs: Sequence[Path]) -> None:
-    """Raises ``BadImage`` if what is in memory is not the image that it was."""
-    for slab in slabs:
+def check_held(held: Held, slabs: Sequence[Path], *, swap: Path | None = None) -> None:
+    """Raises ``BadImage`` if what is in memory is not the image that it was, or the part of it in
+    the deployment's swap folder, ``swap``, is gone."""
+    for rank, slab in enumerate(slabs):
         header = read_header(slab)
         if (header.deployment, tuple(header.progress)) != (held.deployment, held.progress):
             raise BadImage(str(slab), f"is no longer the image of {held.deployment}")
+        if swap is not None:
+            check_version(swap, rank=rank, world=len(slabs), state=header.state)

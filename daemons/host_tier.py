@@ -262,7 +262,8 @@ class HostTier:
         else:
             held = await self._room.bring(wpg, deployment)
         if held is not None:
-            fallback.check_held(held, store.paths(held.slot))
+            swap = self._swap(wpg, deployment)
+            fallback.check_held(held, store.paths(held.slot), swap=swap)
         return held
 
     def _here(self, wpg: str, deployment: str) -> tuple[int, int] | None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from plexrl_slurm.core.errors import BadImage
-from plexrl_slurm.memory.swap import VERSION, SwapFolder
+from plexrl_slurm.memory.swap import FILES, VERSION, SwapFolder
 
 #: In the order in which DeepSpeed keeps them.
 _PARTS: Final = ("master", "exp_avg", "exp_avg_sq")
@@ -66,7 +66,7 @@ class Swapped:
 
     def state(self) -> dict[str, int]:
         """What an image must hold."""
-        return {VERSION: self._open.current}
+        return {VERSION: self._open.current, FILES: len(self._sizes())}
 
     def saved(self) -> None:
         """An image with :meth:`state` has been written."""

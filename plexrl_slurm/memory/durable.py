@@ -228,8 +228,11 @@ def _read_swapped(
             copy = _copy_in(part, name, folder / file.name, file.bytes)
             if copy.crc32 != file.crc32:
                 raise BadImage(str(folder / file.name), _DAMAGED)
-        if not version.exists():  # else it is the same: versions do not change
-            disk.disk.rename(part, version)
+        # What is there should be the same, as versions do not change; a disk may have lost some.
+        if version.exists() and disk.disk.exchange(part, version):
+            return
+        disk.disk.remove_tree(version)
+        disk.disk.rename(part, version)
     finally:
         disk.disk.remove_tree(part)
 

@@ -21,6 +21,8 @@ from plexrl_slurm.memory.files import storage_errors
 SWAP_DIR: Final = "PLEXRL_SWAP_DIR"
 #: Name under which the header of an image says which version it belongs to.
 VERSION: Final = "swap.version"
+#: Name under which it says how many files the version has.
+FILES: Final = "swap.files"
 #: Images that may be a deployment's newest one; the agent knows, the rank does not.
 _NAMED: Final = 2
 
@@ -44,6 +46,16 @@ def version_folder(home: Path, *, rank: int, world: int, state: Mapping[str, int
     """What belongs to an image whose header has this ``state``; ``None``: all is in the image."""
     version = state.get(VERSION)
     return None if version is None else rank_folder(home, rank, world) / str(version)
+
+
+def check_version(home: Path, *, rank: int, world: int, state: Mapping[str, int]) -> None:
+    """Raises ``BadImage`` if files are gone that belong to an image whose header has ``state``."""
+    place = version_folder(home, rank=rank, world=world, state=state)
+    if place is None or FILES not in state:
+        return
+    there = sum(path.suffix == ".swp" for path in place.glob("*"))
+    if there < state[FILES]:
+        raise BadImage(str(place), f"has {there} of {state[FILES]} files of the image's state")
 
 
 class SwapFolder:

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -166,6 +167,24 @@ def test_a_durable_image_has_the_swap_folder_too(tmp_path: Path) -> None:
     assert (tmp_path / "back").read_bytes()[: slab.stat().st_size] == slab.read_bytes()
 
 
+@pytest.mark.parametrize(
+    "harm", [Path.unlink, lambda path: path.write_bytes(b"!" * path.stat().st_size)]
+)
+def test_a_durable_image_replaces_a_version_that_the_disk_damaged(
+    tmp_path: Path, harm: Callable[[Path], object]
+) -> None:
+    slab, home, version = image_in(tmp_path, "one")
+    folder = tmp_path / "durable" / "a" / "1"
+    durable.write_image(folder, [slab], writer="w", swap=home)
+    place = swap.rank_folder(home, 0, 1) / str(version)
+    harm(place / "master.0.swp")
+    durable.read_image(folder, [tmp_path / "back"], swap=home)
+    back = swap.SwapFolder(home, rank=0, world=1)
+    back.load(version, SIZES)
+    assert mark_of(back, version) == {b"1"}
+    assert [path.name for path in place.parent.iterdir()] == [str(version)]
+
+
 def test_a_durable_image_whose_swap_file_is_damaged_is_refused(tmp_path: Path) -> None:
     slab, home, version = image_in(tmp_path, "one")
     folder = tmp_path / "durable" / "a" / "1"
@@ -188,3 +207,16 @@ def test_a_swap_folder_needs_a_disk_on_both_nodes(tmp_path: Path) -> None:
     durable.write_image(folder, [slab], writer="w", swap=home)
     with pytest.raises(BadImage, match="this node has none"):
         durable.read_image(folder, [tmp_path / "back"])
+
+
+def test_a_version_that_lacks_files_is_no_image(tmp_path: Path) -> None:
+    home = tmp_path / "a"
+    used = swap.SwapFolder(home, rank=0, world=1)
+    place = used.begin({"master.0.swp": 4096, "exp_avg.0.swp": 4096})
+    used.commit()
+    state = {swap.VERSION: used.current, swap.FILES: 2}
+    swap.check_version(home, rank=0, world=1, state=state)
+    (place / "master.0.swp").unlink()
+    with pytest.raises(BadImage, match="has 1 of 2 files"):
+        swap.check_version(home, rank=0, world=1, state=state)
+    used.close()
