@@ -52,6 +52,8 @@ class FakeState(msgspec.Struct, frozen=True, kw_only=True):
     #: Of the accumulated gradients; "" when there are none.
     gradients: str = ""
     step: int = 0
+    #: Of the model's folder.
+    fingerprint: str = ""
 
 
 class FakeSnapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -61,8 +63,6 @@ class FakeSnapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     weights: str
     #: As much as a test wants.
     more: bytes = b""
-    #: Of the model's folder.
-    fingerprint: str = ""
 
 
 def base_weights(model: str) -> str:
