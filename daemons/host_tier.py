@@ -83,11 +83,9 @@ class HostTier:
         )
         #: Progress of durable images that were made here.
         self._persisted: dict[str, tuple[int, int]] = {}
-        self._scrubber = (
-            Scrubber(self._room, days=scrub_days, durable=self._persisted.get)
-            if self._room is not None
-            else None
-        )
+        self._scrubber: Scrubber | None = None
+        if self._room is not None:
+            self._scrubber = Scrubber(self._room, days=scrub_days, durable=self._persisted.get)
         self._scrubbing: asyncio.Task[None] | None = None
 
     async def own(self) -> None:
@@ -302,7 +300,7 @@ class HostTier:
         """Out of the durable tier. Raises ``BadImage`` and ``StorageFull``."""
         await self._read_durable(wpg, deployment, image.folder)
         held = self._stores[wpg].find(deployment)
-        assert held is not None  # for the type checker: it was just committed
+        assert held is not None  # just committed
         return held
 
     async def _read_durable(
@@ -439,7 +437,7 @@ class HostTier:
         )
 
     async def make_room(self, size: int) -> None:
-        """For a snapshot that comes from another node, as far as that can be made."""
+        """For a snapshot of another node, if that can be made."""
         if self._room is not None:
             await self._room.make_room(size)
 
