@@ -43,20 +43,22 @@ def run_report(site: Site, name: str) -> "Report":
             names = ", ".join([*_ALIASES, *known])
             raise BadInput(f"unknown report {name!r}; known are {names}")
         full = starting[0]
-    with _reading(site) as session:
+    with reading(site) as session:
         return reports.run_report(session, full)
 
 
 def stretches(site: Site, *, since_us: int, until_us: int) -> list[dict[str, Any]]:
     """The timeline as the ledger has it: what ``GET timeline`` answers."""
-    with _reading(site) as session:
+    with reading(site) as session:
         asked = _STRETCHES.format(since=int(since_us), until=int(until_us))
         rows = [row._asdict() for row in session.connection().exec_driver_sql(asked)]
     return [row for row in rows if row.pop("partition") == site.partition]
 
 
 @contextmanager
-def _reading(site: Site) -> Iterator[Any]:
+def reading(site: Site) -> Iterator[Any]:
+    """A session on the partition's database that writes nothing. Raises ``Denied`` and
+    ``DatabaseUnavailable``."""
     from plexrl_slurm.db import schema
     from plexrl_slurm.db.engine import open_database, transaction
 

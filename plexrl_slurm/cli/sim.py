@@ -185,6 +185,28 @@ def generate(
     )
 
 
+@sim.command("trace")
+@click.argument("path", metavar="FILE", type=_FILE)
+@click.option("--from-ledger", is_flag=True, required=True, help="Of the partition's own database.")
+@click.option("--days", type=click.FloatRange(0, min_open=True), default=7.0, show_default=True)
+@shared
+@click.pass_obj
+def write_trace_of(app: App, path: Path, from_ledger: bool, days: float) -> None:
+    """Write the partition's own history to FILE, as a trace."""
+    from plexrl_slurm.cli import history
+    from plexrl_slurm.sim.trace import write_trace
+
+    with waiting("reading the ledger"):
+        found, left_out = history.trace_of(app.site(), days=days)
+    if not found:
+        why = "; ".join(f"job {job}: {reason}" for job, reason in left_out.items())
+        raise BadInput(f"no job of the last {days:g} days makes a trace: {why or 'there is none'}")
+    write_trace(path, found)
+    lines = [f"{path}: {len(found)} jobs, {sum(job.steps for job in found):,} steps"]
+    lines += [f"left out: job {job}, {reason}" for job, reason in left_out.items()]
+    app.answer({"file": str(path), "jobs": len(found), "left_out": left_out}, "\n".join(lines))
+
+
 @sim.command()
 @click.argument("journal", type=_FILE)
 @shared

@@ -1,0 +1,57 @@
+"""Read the jobs of a partition's database for ``plexrl sim trace``."""
+
+from typing import TYPE_CHECKING, Any
+
+from plexrl_slurm.cli import ledger
+from plexrl_slurm.clock import now_us
+from plexrl_slurm.settings import Site, read
+
+if TYPE_CHECKING:
+    from plexrl_slurm.sim.trace import TraceJob
+
+_DAY_US = 86_400_000_000
+
+
+def trace_of(site: Site, *, days: float) -> "tuple[list[TraceJob], dict[str, str]]":
+    """The partition's jobs of so many days as a trace, and why others are not in it."""
+    from sqlalchemy import select
+
+    from plexrl_slurm.db.models import JobRow
+    from plexrl_slurm.sim.history import PastJob, from_ledger
+
+    models = read(site.path).models
+    until_us = now_us()
+    since_us = until_us - int(days * _DAY_US)
+    with ledger.reading(site) as session:
+        rows = session.scalars(
+            select(JobRow).where(
+                JobRow.partition == site.partition, JobRow.submitted_us >= since_us
+            )
+        ).all()
+        jobs = []
+        for row in rows:
+            name = row.models[0] if row.models else next(iter(models), "")
+            model = models.get(name)
+            jobs.append(
+                PastJob(
+                    id=str(row.id),
+                    user=row.user,
+                    account=row.account,
+                    qos=str(row.options.get("qos") or "normal"),
+                    priority=row.priority,
+                    seed=row.seed,
+                    submit_us=row.submitted_us,
+                    model=name,
+                    parameters=model.parameters if model is not None else 0,
+                    bytes_per_param=(
+                        model.train_bytes / model.parameters if model is not None else 1.0
+                    ),
+                    walltime_s=_length_s(row, until_us),
+                )
+            )
+    return from_ledger(ledger.stretches(site, since_us=since_us, until_us=until_us), jobs)
+
+
+def _length_s(row: Any, until_us: int) -> float:
+    began_us = row.started_us or row.submitted_us
+    return float((row.ended_us or until_us) - began_us) / 1e6

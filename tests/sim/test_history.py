@@ -1,0 +1,114 @@
+"""Traces from what a partition did."""
+
+from typing import Any
+
+import pytest
+
+from plexrl_slurm.sim.cluster import Cluster, Plan
+from plexrl_slurm.sim.history import PastJob, from_ledger
+from plexrl_slurm.sim.run import simulate
+
+S = 1_000_000
+
+
+def past(name: str = "7", **changes: Any) -> PastJob:
+    facts: dict[str, Any] = {
+        "id": name, "user": "u", "account": "", "qos": "normal", "priority": 1, "seed": 3,
+        "submit_us": 100 * S, "model": "m", "parameters": 10**9, "bytes_per_param": 16.0,
+        "walltime_s": 50.0, **changes,
+    }  # fmt: skip
+    return PastJob(**facts)
+
+
+def ran(
+    start: float, stop: float, kind: str | None, job: str | None = "7", gpus: int = 2,
+    activity: str = "busy",
+) -> dict[str, Any]:  # fmt: skip
+    span = int((stop - start) * S)
+    return {
+        "job_id": job, "kind": kind, "activity": activity, "wpg": "w", "call_id": None,
+        "start_us": int(start * S), "stop_us": int(stop * S), "gpu_us": span * gpus,
+    }  # fmt: skip
+
+
+def step(at: float, rollout: float = 10.0) -> list[dict[str, Any]]:
+    """Samples, a second of reward, then 0.5 + 2 x 2 + 1 s of training with gaps of 0.1 s."""
+    t = at + rollout + 1
+    return [
+        ran(at, at + rollout / 2, None, gpus=4),
+        ran(at + rollout / 2, at + rollout, None, gpus=4),
+        ran(t, t + 0.5, "forward"),
+        ran(t + 0.6, t + 2.6, "forward_backward"),
+        ran(t + 2.7, t + 4.7, "forward_backward"),
+        ran(t + 4.8, t + 5.8, "optim_step"),
+        ran(t + 5.9, t + 6.1, "publish"),
+    ]
+
+
+def test_a_synchronous_job_is_told_by_its_stretches() -> None:
+    rows = [
+        ran(90, 99, "create"),
+        ran(0, 9, None, job=None, activity="idle"),
+        *step(100),
+        *step(120),
+    ]
+    (job,), left_out = from_ledger(reversed(rows), [past()])
+    phases = job.phases
+    assert left_out == {}
+    assert (job.mode, job.steps, job.submit_us, job.account) == ("sync", 2, 0, "none")
+    assert (job.train.gpus, job.rollout.gpus) == (2, 4)
+    assert (phases.rollout_s.median, phases.rollout_s.sigma) == (10, 0)
+    assert phases.reward_s.median == pytest.approx(1)
+    assert (phases.logprob_s.median, phases.optim_s.median) == (0.5, 1)
+    assert (phases.fwdbwd_s.median, phases.fwdbwd_s.count) == (2, 2)
+    assert phases.publish_s.median == pytest.approx(0.2)
+    assert phases.client_gap_s == pytest.approx(0.1)
+
+
+def test_waiting_for_others_is_in_no_duration() -> None:
+    rows = [*step(100), *step(120)]
+    late = [
+        {**row, "start_us": row["start_us"] + 7 * S, "stop_us": row["stop_us"] + 7 * S}
+        if row["kind"] in ("optim_step", "publish") else row
+        for row in rows
+    ]  # fmt: skip
+    (job,), _ = from_ledger(late, [past()])
+    assert job.phases.optim_s.median == 1
+    assert job.phases.client_gap_s == pytest.approx(0.1), "the median gap, not the longest"
+
+
+def test_a_job_that_samples_while_it_trains_is_a_step_ahead() -> None:
+    rows = [*step(100), ran(110, 125, None, gpus=4), *step(125)[2:]]
+    (job,), _ = from_ledger(rows, [past()])
+    assert job.mode == "async1"
+
+
+def test_lengths_that_vary_keep_their_mean() -> None:
+    rows = [*step(0, rollout=5), *step(100, rollout=20)]
+    (job,), _ = from_ledger(rows, [past()])
+    rollout = job.phases.rollout_s
+    assert rollout.median < 12.5
+    assert rollout.median * 2.718281828 ** (rollout.sigma**2 / 2) == pytest.approx(12.5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "why"),
+    [
+        ([], {}, "it took no optimizer step"),
+        (step(0)[:4], {}, "it took no optimizer step"),
+        (step(0)[2:], {}, "it sampled nothing here"),
+        (step(0), {"parameters": 0}, "the catalogue has no model m"),
+    ],
+)
+def test_a_job_that_makes_no_trace_is_told_why(
+    rows: list[dict[str, Any]], changes: dict[str, Any], why: str
+) -> None:
+    assert from_ledger(rows, [past(**changes)]) == ([], {"7": why})
+
+
+def test_a_history_can_be_run() -> None:
+    trace, _ = from_ledger([*step(100), *step(120), *step(140)], [past()])
+    cluster = Cluster(train_gpus=8, rollout_gpus=8)
+    found = simulate(trace, cluster, placement="isolated", plan=Plan()).figures
+    # Three steps of 10 + 1 + 6.1 s and a second to create; publish comes a gap after the step.
+    assert found.makespan_us == pytest.approx(3 * 17.1 * S + S, rel=0.01)
