@@ -54,6 +54,8 @@ class SchedulerCore:
             image_every=image_every,
             hints=hints,
         )
+        #: When lanes want to be planned though nothing happens.
+        self._alarms_us: dict[WpgId, int] = {}
         #: The tick that was asked for last and has not come.
         self._armed_us: int | None = None
         #: It came, and nobody has looked yet whether another is needed.
@@ -74,6 +76,11 @@ class SchedulerCore:
                 continue
             lane.clamp(at_us)
             out += self._planner.plan(lane, cause)
+        for lane in stale.values():
+            if (alarm_us := lane.alarm_us()) is None:
+                self._alarms_us.pop(lane.id, None)
+            else:
+                self._alarms_us[lane.id] = alarm_us
         if stale or self._rang:
             self._rang = False
             out += self._arm(cause)
@@ -81,11 +88,12 @@ class SchedulerCore:
 
     def _arm(self, cause: CauseId) -> list[AnyInstruction]:
         """Ask for a tick when the first lane wants it, unless one comes before that anyway."""
-        alarms_us = (lane.alarm_us() for lane in self._books.lanes.values())
-        ends_us = [at_us for at_us in alarms_us if at_us is not None]
-        if not ends_us or (self._armed_us is not None and self._armed_us <= min(ends_us)):
+        if not self._alarms_us:
             return []
-        self._armed_us = min(ends_us)
+        first_us = min(self._alarms_us.values())
+        if self._armed_us is not None and self._armed_us <= first_us:
+            return []
+        self._armed_us = first_us
         return [WakeAt(at_us=self._armed_us, cause=cause)]
 
     def clock_us(self, wpg: WpgId) -> int:
