@@ -59,7 +59,7 @@ MARKED := PLEXRL_TESTS_MUST_RUN=slurm,postgres,engines $(PYTEST) -W ignore:unclo
 # Tests on a real Slurm mostly wait for it: two clusters at once. The others one at a time: they
 # start servers and engines, which want both cores.
 marked:
-	@scripts/setup.sh tiny
+	@scripts/setup.sh tiny swapping
 	$(MARKED) -m "not ($(FAST)) and not slurm" -n 2 --dist loadfile $(ARGS)
 	$(MARKED) -m slurm -n 2 --dist loadfile $(ARGS)
 

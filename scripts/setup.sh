@@ -5,11 +5,12 @@ set -euo pipefail
 
 usage() {
     cat <<'TEXT'
-usage: scripts/setup.sh [MODEL...]
+usage: scripts/setup.sh [MODEL...] [swapping]
 
 Installs what is missing: system packages (by apt as root or with sudo -n; else prints the one
 line to paste and exits 69), .venv with torch, vLLM, DeepSpeed and this package, DeepSpeed's
-compiled ops. Then makes each MODEL named: tiny, 100m or smollm2 (as models/MODEL).
+compiled ops. Then makes each MODEL named: tiny, 100m or smollm2 (as models/MODEL). swapping: builds
+what offload_optimizer = "nvme" needs, too, which takes minutes and else happens at a rank's start.
 
 PYTHON=...   which Python (>= 3.11) .venv is made with
 TEXT
@@ -210,7 +211,7 @@ install_package() { pip_install -e '.[dev,postgres,examples]'; }
 
 # ---- what is built on this machine ----------------------------------------------------------
 
-build_ops() { "$BIN/python" -m plexrl_slurm.engines.jit; }
+build_ops() { "$BIN/python" -m plexrl_slurm.engines.jit "$@"; }
 make_model() { "$BIN/python" examples/make_models.py "models/$1" "$1"; }
 
 # ---- all of it ------------------------------------------------------------------------------
@@ -229,10 +230,13 @@ step venv "virtual environment .venv" make_venv
 step torch "torch $TORCH (CPU)" install_torch
 step engines "vLLM and DeepSpeed (CPU)" install_engines
 step package "plexrl-slurm and its other dependencies" install_package
-[[ -d $TORCH_EXTENSIONS_DIR/cpu_adam && -d $TORCH_EXTENSIONS_DIR/async_io ]] || rm -f "$STAMPS/ops"
+[[ -d $TORCH_EXTENSIONS_DIR/cpu_adam ]] || rm -f "$STAMPS/ops"
 step ops "DeepSpeed's compiled ops" build_ops
 for model in "$@"; do
-    if [[ ! -f models/$model/config.json ]]; then
+    if [[ $model == swapping ]]; then
+        [[ -d $TORCH_EXTENSIONS_DIR/async_io ]] || rm -f "$STAMPS/swapping"
+        step swapping "DeepSpeed's op for swap folders (minutes)" build_ops swapping
+    elif [[ ! -f models/$model/config.json ]]; then
         rm -f "$STAMPS/model-$model"
         step "model-$model" "models/$model" make_model "$model"
     fi

@@ -10,6 +10,7 @@ a lock whose builder is gone.
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -56,14 +57,19 @@ def _open_files() -> set[str]:
     return paths
 
 
-def prebuild() -> None:
-    """Build what a training rank needs, unless it is there."""
+#: What each needs beyond PyTorch: every training rank; ``offload_optimizer = "cpu"`` as well.
+ALWAYS: Final = ("ShareMemCommBuilder", "CPUAdamBuilder")
+#: ``offload_optimizer = "nvme"``. It takes many minutes to build.
+SWAPPING: Final = ("AsyncIOBuilder",)
+
+
+def prebuild(names: Sequence[str]) -> None:
+    """Build these, unless they are there."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     clear_stale_locks(extensions_dir())
     from deepspeed.accelerator import get_accelerator
 
-    # The second is what offload_optimizer = "cpu" steps with, the third what "nvme" reads with.
-    for name in ("ShareMemCommBuilder", "CPUAdamBuilder", "AsyncIOBuilder"):
+    for name in names:
         builder = get_accelerator().create_op_builder(name)
         if builder is not None:
             builder.load(verbose=False)
@@ -71,7 +77,7 @@ def prebuild() -> None:
 
 if __name__ == "__main__":
     begin = time.monotonic()
-    prebuild()
+    prebuild(SWAPPING if sys.argv[1:] == ["swapping"] else ALWAYS)
     sys.stdout.write(
         f"DeepSpeed's parts are in {extensions_dir()} ({time.monotonic() - begin:.0f} s)\n"
     )
