@@ -7,7 +7,7 @@ from sqlalchemy.orm import Session
 
 from plexrl_slurm.core.ids import JobId
 from plexrl_slurm.core.messages import Activity, FunctionKind
-from plexrl_slurm.db.models import CallRow, CallState, LedgerRow, SessionRow
+from plexrl_slurm.db.models import CallRow, CallState, JobRow, LedgerRow, SessionRow
 from plexrl_slurm.db.upsert import table_of
 
 CALLS, LEDGER = table_of(CallRow), table_of(LedgerRow)
@@ -51,3 +51,13 @@ def progress_of(session: Session, deployment: str) -> int:
 def sessions_of(session: Session, job: JobId) -> list[SessionRow]:
     """Every session of a job, finished ones too. Called when a daemon starts."""
     return list(session.scalars(select(SessionRow).where(SessionRow.job_id == job)))
+
+
+def jobs_since(session: Session, partition: str, since_us: int) -> Sequence[JobRow]:
+    """Every job that was submitted since, oldest first."""
+    asked = (
+        select(JobRow)
+        .where(JobRow.partition == partition, JobRow.submitted_us >= since_us)
+        .order_by(JobRow.submitted_us, JobRow.id)
+    )
+    return session.scalars(asked).all()

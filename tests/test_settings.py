@@ -198,16 +198,8 @@ def test_every_setting_is_read(config: Path) -> None:
             'engine = "deepspeed"',
             f'engine = "deepspeed"\noptions = {SWAPPED}',
             "wpg",
-            "write nvme_dir and nvme_bytes in [partition], or offload_optimizer = 'cpu'",
-            id="swapped without a disk",
-        ),
-        pytest.param(
-            '[[wpg]]\npool = "train"\nengine = "deepspeed"',
-            f'nvme_dir = "nvme"\nnvme_bytes = {30 * PARAMETERS}\n[[wpg]]\npool = "train"\n'
-            f'engine = "deepspeed"\noptions = {SWAPPED}',
-            "partition.nvme_bytes",
-            "(4 versions of its state)",
-            id="swapped on a small disk",
+            "offload_optimizer = 'nvme' is not offered",
+            id="swapped",
         ),
         pytest.param(
             "[[wpg]]", 'listen = "80"\n[[wpg]]', "partition.listen", "host:port", id="listen"

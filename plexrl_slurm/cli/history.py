@@ -14,20 +14,14 @@ _DAY_US = 86_400_000_000
 
 def trace_of(site: Site, *, days: float) -> "tuple[list[TraceJob], dict[str, str]]":
     """The partition's jobs of so many days as a trace, and why others are not in it."""
-    from sqlalchemy import select
-
-    from plexrl_slurm.db.models import JobRow
+    from plexrl_slurm.db.views import jobs_since
     from plexrl_slurm.sim.history import PastJob, from_ledger
 
     models = read(site.path).models
     until_us = now_us()
     since_us = until_us - int(days * _DAY_US)
     with ledger.reading(site) as session:
-        rows = session.scalars(
-            select(JobRow).where(
-                JobRow.partition == site.partition, JobRow.submitted_us >= since_us
-            )
-        ).all()
+        rows = jobs_since(session, site.partition, since_us)
         jobs = []
         for row in rows:
             name = row.models[0] if row.models else next(iter(models), "")

@@ -42,8 +42,6 @@ PROGRAMS: dict[int, list[str]] = {
         "1-matrices-float32",
         "2-matrices-bfloat16",
         "3-matrices-float32",
-        "3-swapped-float32",
-        "3-swapped-param-bfloat16",
     ],
     4: ["1-float32", "2-float32", "3-float32", "3-optimizer-param-bfloat16"],
 }
@@ -54,12 +52,12 @@ CALLS = [supervised(1, 5, 9, 20, 31), supervised(2, 7), grpo(3, group=5), grpo(4
 def swap_small_tensors() -> None:
     """Have DeepSpeed move the tiny model's state as if it were a large one's, in several parts.
 
-    Its blocks stay as they are, 1 MiB: with blocks of 4 or 8 KiB it gives one of two small tensors
-    of equal size the other's gradient.
+    With blocks of 4 or 8 KiB, or on two ranks, its step takes another tensor's gradient for some.
     """
-    from deepspeed.runtime.swap_tensor import optimizer_utils
+    from deepspeed.runtime.swap_tensor import aio_config, optimizer_utils
 
-    optimizer_utils.MIN_AIO_BYTES = 1 << 15
+    aio_config.AIO_DEFAULT_DICT["block_size"] = 1 << 16
+    optimizer_utils.MIN_AIO_BYTES = 1 << 16
     skeleton._SUB_GROUP_ELEMENTS = 1 << 16  # type: ignore[misc]
 
 

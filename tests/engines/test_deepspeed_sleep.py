@@ -9,10 +9,16 @@ import pytest
 from plexrl_slurm import wire
 from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.engines.deepspeed import DeepSpeedEngine
+from plexrl_slurm.memory.swap import SWAP_DIR
 from tests.engines.gang import LAYOUTS
 from tests.engines.training import CREATE, adam, grpo, rank_spec, supervised, tiny_spec
 
 pytestmark = pytest.mark.engines
+
+
+@pytest.fixture(autouse=True)
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWAP_DIR, str(tmp_path / "swap"))
 
 
 @pytest.mark.parametrize("options", LAYOUTS.values(), ids=LAYOUTS)
