@@ -9,6 +9,7 @@ import math
 import struct
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -114,8 +115,9 @@ def tensor_parallel_problem(folder: Path, gpus: int) -> str | None:
 def config_of(folder: Path) -> dict[str, Any]:
     """Its ``config.json``, of a multimodal model with the fields of its text model."""
     path = folder / "config.json"
-    if path.exists() and not path.is_file():
-        raise BadInput(f"{path} is no file: save the model again with save_pretrained")
+    with suppress(PermissionError):  # the next line tells
+        if path.exists() and not path.is_file():
+            raise BadInput(f"{path} is no file: save the model again with save_pretrained")
     try:
         config = json.loads(path.read_bytes())
     except FileNotFoundError:
