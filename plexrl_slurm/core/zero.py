@@ -54,9 +54,7 @@ def problem(options: Mapping[str, object]) -> tuple[str, str] | None:
         if (name, device) == ("offload_param", "nvme"):
             return name, (
                 "DeepSpeed keeps weights of less than 1 MiB elsewhere and rewrites the files of "
-                "the others where they lie, so that a crash would tear the only copy: write "
-                "'cpu', which with offload_optimizer = 'nvme' leaves 2 or 4 bytes a parameter in "
-                "host memory"
+                "the others where they lie, so that a crash would tear the only copy: write 'cpu'"
             )
         if device not in devices:
             others = " or ".join(repr(each) for each in devices[1:])
