@@ -9,8 +9,8 @@ own ``reload_weights`` of the same file and nothing else. Two snapshots take tur
 load is one.
 
 Another node: agent to agent over loopback TCP (proved, asked for, checked chunk by chunk, under
-its name at last), against a plain ``sendall``/``recv_into`` of the same bytes between two buffers
-that are there already. The giving ends are processes of their own. Once into memory that an
+its name at last; the giving end has summed its file up when it was published), against a plain
+``sendall``/``recv_into`` of the same bytes between two buffers that are there already. The giving ends are processes of their own. Once into memory that an
 earlier snapshot had, as in a loop, once into fresh memory.
 
 Which of a pair comes first changes from round to round.
@@ -53,7 +53,7 @@ async def no_room(size: int) -> None:
 
 def links_in(folder: Path, agent: str) -> SnapshotLinks:
     """The snapshots of one agent."""
-    store = SnapshotStore(folder, shared=None, writer=agent)
+    store = SnapshotStore(folder, shared=folder / "shared", writer=agent)
     store.make()
     store.own()
     return SnapshotLinks(store, agent=agent, key=KEY, room=no_room, here=lambda *_: None)
@@ -66,6 +66,8 @@ def give(folder: Path, pipe: Connection) -> None:
     async def run() -> None:
         links = links_in(folder, "gives")
         await links.start(ENDPOINT)
+        for name in NAMES:  # as after a publish: summed up in the background
+            links.published(name)
         pipe.send(links.source())
         await asyncio.Event().wait()
 
@@ -137,7 +139,6 @@ class Nodes:
         """Seconds; ``fresh``: into memory that nobody had before."""
         if fresh:
             self.store.spare.unlink(missing_ok=True)
-        os.utime(Path(self.source.folder) / f"{NAMES[0]}.safetensors")  # nobody has summed it yet
         began = time.perf_counter()
         await self.fetches.ready(self.order(NAMES[0], seen=False))
         took = time.perf_counter() - began

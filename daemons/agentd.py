@@ -212,6 +212,8 @@ class Agent:
     async def _snapshot_here(
         self, name: str, size: int, origin: str = "", took_us: int = 0
     ) -> None:
+        if not origin:
+            self._links.published(name)
         await self._link.send(
             tm.SnapshotHere(
                 agent=self._config.agent,

@@ -80,6 +80,11 @@ class SnapshotLinks:
             token=self._store.token,
         )
 
+    def published(self, name: str) -> None:
+        """It is on this node from now on; other nodes, if there are any, may ask for it."""
+        if not self._store.alone:
+            self._server.prepare(name)
+
     async def close(self) -> None:
         """Neither give nor fetch any more; what was half fetched stays."""
         tasks = [each.task for each in self._wanted.values() if each.task is not None]

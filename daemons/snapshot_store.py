@@ -65,6 +65,11 @@ class SnapshotStore:
         self.token = path.read_text()
 
     @property
+    def alone(self) -> bool:
+        """This node is all there is."""
+        return self._shared is None
+
+    @property
     def folders(self) -> tuple[Path, Path]:
         """Whose bytes count in the host tier."""
         return self.published, self.fetched

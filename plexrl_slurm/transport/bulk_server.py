@@ -5,6 +5,7 @@ import logging
 import os
 import secrets
 import socket
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -41,6 +42,7 @@ class BulkServer:
         self._open: set[socket.socket] = set()
         #: By identity; the file that was asked for last is the last.
         self._sums: dict[str, dict[int, int]] = {}
+        self._summing = threading.Lock()
         self._threads = ThreadPoolExecutor(_TRANSFERS, thread_name_prefix="bulk")
 
     async def start(self, host: str) -> int:
@@ -62,6 +64,11 @@ class BulkServer:
             with suppress(OSError):
                 link.shutdown(socket.SHUT_RDWR)
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def prepare(self, name: str) -> None:
+        """Sum a file up in the background, so that who asks for it waits for its bytes only."""
+        with suppress(RuntimeError):  # it is closed
+            self._threads.submit(self._prepare, name)
 
     async def _accept(self, listening: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -128,22 +135,31 @@ class BulkServer:
             self._open.discard(link)
             link.close()
 
-    def _give(self, link: socket.socket, name: str) -> None:
+    def _prepare(self, name: str) -> None:
+        with suppress(OSError), self._open_file(name) as file:
+            identity, size = _identity(file)
+            chunks = _Chunks(file, size, self._sums_of(identity))
+            for index in range(chunks.count):
+                chunks.checksum(index)
+
+    def _open_file(self, name: str) -> FileIO:
+        """Whatever takes its name later. Raises ``FileNotFoundError``."""
         path = self._find(name)
+        if path is None:
+            raise FileNotFoundError(name)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        return FileIO(descriptor, "rb")
+
+    def _give(self, link: socket.socket, name: str) -> None:
         try:
-            if path is None:
-                raise FileNotFoundError
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            opened = self._open_file(name)
         except FileNotFoundError:
             bulk.send_frame(link, bulk.Offer(refusal=f"there is no {name} here"))
             return
-        # Whatever takes its name meanwhile, this is the file that was offered.
-        with os.fdopen(descriptor, "rb", buffering=0) as file:
-            found = os.fstat(descriptor)
-            identity = f"{found.st_dev}.{found.st_ino}.{found.st_mtime_ns}.{found.st_size}"
-            offer = bulk.Offer(size=found.st_size, chunk=bulk.CHUNK, identity=identity)
-            bulk.send_frame(link, offer)
-            chunks = _Chunks(file, found.st_size, self._sums_of(identity))
+        with opened as file:
+            identity, size = _identity(file)
+            bulk.send_frame(link, bulk.Offer(size=size, chunk=bulk.CHUNK, identity=identity))
+            chunks = _Chunks(file, size, self._sums_of(identity))
             while (want := bulk.receive_frame(link, bulk.Want)) is not None:
                 for first, after in want.ranges:
                     for index in range(max(0, first), min(after, chunks.count)):
@@ -151,11 +167,18 @@ class BulkServer:
 
     def _sums_of(self, identity: str) -> dict[int, int]:
         """Checksums of a file's chunks, as far as they are known: several nodes may want it."""
-        sums = self._sums.pop(identity, {})
-        self._sums[identity] = sums
-        while len(self._sums) > _REMEMBERED:
-            self._sums.pop(next(iter(self._sums)), None)
-        return sums
+        with self._summing:
+            sums = self._sums.pop(identity, {})
+            self._sums[identity] = sums
+            while len(self._sums) > _REMEMBERED:
+                self._sums.pop(next(iter(self._sums)))
+            return sums
+
+
+def _identity(file: FileIO) -> tuple[str, int]:
+    """What stands for a file's bytes, and how many they are."""
+    found = os.fstat(file.fileno())
+    return f"{found.st_dev}.{found.st_ino}.{found.st_mtime_ns}.{found.st_size}", found.st_size
 
 
 class _Chunks:
@@ -169,13 +192,21 @@ class _Chunks:
 
     def send(self, link: socket.socket, index: int) -> None:
         """The chunk, then its number and checksum."""
-        at, end = index * bulk.CHUNK, min((index + 1) * bulk.CHUNK, self._size)
-        crc = self._sums.get(index)
-        if crc is None:
-            crc = self._sums[index] = self._sum(at, end)
+        at, end = self._bounds(index)
+        crc = self.checksum(index)
         if link.sendfile(self._file, at, end - at) < end - at:
             raise ConnectionError(f"the file has fewer than {self._size} bytes by now")
         link.sendall(bulk.TRAILER.pack(index, crc))
+
+    def checksum(self, index: int) -> int:
+        """Of a chunk; remembered."""
+        crc = self._sums.get(index)
+        if crc is None:
+            crc = self._sums[index] = self._sum(*self._bounds(index))
+        return crc
+
+    def _bounds(self, index: int) -> tuple[int, int]:
+        return index * bulk.CHUNK, min((index + 1) * bulk.CHUNK, self._size)
 
     def _sum(self, at: int, end: int) -> int:
         crc = 0

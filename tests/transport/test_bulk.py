@@ -15,7 +15,7 @@ from plexrl_slurm.core.errors import BadImage, Denied, StorageFull
 from plexrl_slurm.memory.partial import list_of, part_of
 from plexrl_slurm.transport import bulk, bulk_client
 from plexrl_slurm.transport.bulk_client import BulkFetch, Fetched
-from plexrl_slurm.transport.bulk_server import BulkServer
+from plexrl_slurm.transport.bulk_server import BulkServer, _Chunks
 from tests.transport.bulk_proxy import Proxy, cut_after, flip_at
 
 KEY = b"k" * 40
@@ -41,7 +41,7 @@ class Source:
 
     async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()
-        server = BulkServer(KEY, self._find)
+        server = self._server = BulkServer(KEY, self._find)
         self.address = ("127.0.0.1", await server.start("127.0.0.1"))
         self._ready.set()
         await self._end.wait()
@@ -50,6 +50,9 @@ class Source:
     def _find(self, name: str) -> Path | None:
         path = self.folder / name
         return path if path.exists() else None
+
+    def prepare(self, name: str) -> None:
+        self._server.prepare(name)
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._end.set)
@@ -374,3 +377,33 @@ def test_a_large_file_comes_through_two_connections_either_of_which_may_break(
     assert (tmp_path / "s").read_bytes() == data
     assert got.received == len(data)
     assert wire.connections >= 3
+
+
+def test_a_file_that_was_prepared_is_given_without_being_summed_again(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = make(source, 20 * SMALL + 3)
+    summed: list[int] = []
+    plain = _Chunks._sum
+
+    def counting(chunks: _Chunks, at: int, end: int) -> int:
+        summed.append(at)
+        return plain(chunks, at, end)
+
+    monkeypatch.setattr(_Chunks, "_sum", counting)
+    source.prepare("s")
+    until(lambda: len(summed) == 21)
+    source.prepare("nothing of this name")
+    fetch(tmp_path / "s", source.address)
+    assert (tmp_path / "s").read_bytes() == data
+    assert len(summed) == 21
+
+
+def test_a_file_that_changed_since_it_was_prepared_is_summed_anew(
+    source: Source, tmp_path: Path
+) -> None:
+    make(source, 20 * SMALL)
+    source.prepare("s")
+    data = make(source, 20 * SMALL, seed=1)
+    fetch(tmp_path / "s", source.address)
+    assert (tmp_path / "s").read_bytes() == data
