@@ -10,8 +10,9 @@ load is one.
 
 Another node: agent to agent over loopback TCP (proved, asked for, checked chunk by chunk, under
 its name at last; the giving end has summed its file up when it was published), against a plain
-``sendall``/``recv_into`` of the same bytes between two buffers that are there already. The giving ends are processes of their own. Once into memory that an
-earlier snapshot had, as in a loop, once into fresh memory.
+``sendall``/``recv_into`` of the same bytes between two buffers that are there already. The giving
+ends are processes of their own. Once into memory that an earlier snapshot had, as in a loop, once
+into fresh memory.
 
 Which of a pair comes first changes from round to round.
 """
