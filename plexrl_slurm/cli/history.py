@@ -1,9 +1,11 @@
 """Read the jobs of a partition's database for ``plexrl sim trace``."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from plexrl_slurm.cli import ledger
 from plexrl_slurm.clock import now_us
+from plexrl_slurm.core.errors import BadInput
 from plexrl_slurm.settings import Site, read
 
 if TYPE_CHECKING:
@@ -12,8 +14,13 @@ if TYPE_CHECKING:
 _DAY_US = 86_400_000_000
 
 
-def trace_of(site: Site, *, days: float) -> "tuple[list[TraceJob], dict[str, str]]":
-    """The partition's jobs of so many days as a trace, and why others are not in it."""
+def trace_of(
+    site: Site, *, days: float, only: Sequence[str] | None = None
+) -> "tuple[list[TraceJob], dict[str, str]]":
+    """The partition's jobs of so many days as a trace, and why others are not in it.
+
+    ``only``: of these numbers. Raises ``BadInput`` for one that is not among them.
+    """
     from plexrl_slurm.db.views import jobs_since
     from plexrl_slurm.sim.history import PastJob, from_ledger
 
@@ -35,6 +42,8 @@ def trace_of(site: Site, *, days: float) -> "tuple[list[TraceJob], dict[str, str
                     priority=row.priority,
                     seed=row.seed,
                     submit_us=row.submitted_us,
+                    start_us=row.started_us or row.submitted_us,
+                    end_us=row.ended_us or until_us,
                     model=name,
                     parameters=model.parameters if model is not None else 0,
                     bytes_per_param=(
@@ -43,6 +52,11 @@ def trace_of(site: Site, *, days: float) -> "tuple[list[TraceJob], dict[str, str
                     walltime_s=_length_s(row, until_us),
                 )
             )
+    if only is not None:
+        known = {job.id for job in jobs}
+        if unknown := [name for name in only if name not in known]:
+            raise BadInput(f"no job {unknown[0]} in the last {days:g} days: see `plexrl squeue -a`")
+        jobs = [job for job in jobs if job.id in only]
     return from_ledger(ledger.stretches(site, since_us=since_us, until_us=until_us), jobs)
 
 

@@ -12,6 +12,7 @@ from plexrl_slurm.core.errors import BadInput
 from plexrl_slurm.whereabouts import POLICIES
 
 if TYPE_CHECKING:
+    from plexrl_slurm.core.messages import Wpg
     from plexrl_slurm.sim.report import Figures
     from plexrl_slurm.sim.run import Ran
     from plexrl_slurm.sim.trace import TraceJob
@@ -74,6 +75,12 @@ def _hardware(command: Any) -> Any:
 @click.option("--placement", type=click.Choice(_PLACEMENTS), default="fit", show_default=True)
 @click.option("--plots", type=_FILE, metavar="DIR", help="Write pictures there.")
 @click.option("--jobs", is_flag=True, help="A line for every job too.")
+@click.option(
+    "--held",
+    is_flag=True,
+    help="On the WPGs of the partition's configuration, both pools shared, instead of --gpus, "
+    "--split and --placement.",
+)
 @_hardware
 @shared
 @click.pass_obj
@@ -85,9 +92,11 @@ def run(
     placement: str,
     plots: Path | None,
     jobs: bool,
+    held: bool,
     **given: Any,
 ) -> None:
     """Run TRACE once."""
+    given["wpgs"] = _held_wpgs(app) if held else ()
     ran = _runs(trace, [(policy, placement)], chart=plots is not None, given=given)
     if plots is not None:
         _draw(ran, plots)
@@ -189,15 +198,18 @@ def generate(
 @click.argument("path", metavar="FILE", type=_FILE)
 @click.option("--from-ledger", is_flag=True, required=True, help="Of the partition's own database.")
 @click.option("--days", type=click.FloatRange(0, min_open=True), default=7.0, show_default=True)
+@click.option("--jobs", metavar="ID,...", help="Only these.")
 @shared
 @click.pass_obj
-def write_trace_of(app: App, path: Path, from_ledger: bool, days: float) -> None:
+def write_trace_of(app: App, path: Path, from_ledger: bool, days: float, jobs: str | None) -> None:
     """Write the partition's own history to FILE, as a trace."""
     from plexrl_slurm.cli import history
     from plexrl_slurm.sim.trace import write_trace
 
     with waiting("reading the ledger"):
-        found, left_out = history.trace_of(app.site(), days=days)
+        found, left_out = history.trace_of(
+            app.site(), days=days, only=None if jobs is None else jobs.split(",")
+        )
     if not found:
         why = "; ".join(f"job {job}: {reason}" for job, reason in left_out.items())
         raise BadInput(f"no job of the last {days:g} days makes a trace: {why or 'there is none'}")
@@ -227,6 +239,23 @@ def replay(app: App, journal: Path) -> None:
     )
 
 
+def _held_wpgs(app: App) -> "list[Wpg]":
+    """As the partition's configuration names them."""
+    from collections import Counter
+
+    from plexrl_slurm.core.ids import WpgId
+    from plexrl_slurm.core.messages import Pool, Wpg
+    from plexrl_slurm.settings import read
+
+    found, numbers = [], Counter[str]()
+    for table in read(app.site().path).wpgs:
+        for _ in range(table.count):
+            name = WpgId(f"{table.pool}-{numbers[table.pool]}")
+            numbers[table.pool] += 1
+            found.append(Wpg(id=name, pool=Pool(table.pool), gpus=table.gpus))
+    return found
+
+
 def _runs(
     path: Path, pairs: Sequence[tuple[str, str]], *, chart: bool, given: dict[str, Any]
 ) -> "list[Ran]":
@@ -234,7 +263,7 @@ def _runs(
 
     from plexrl_slurm.core.grouping import Rules
     from plexrl_slurm.sim.cluster import Plan, split
-    from plexrl_slurm.sim.run import simulate
+    from plexrl_slurm.sim.run import simulate, simulate_held
     from plexrl_slurm.sim.trace import compressed, read_trace
 
     jobs = compressed(read_trace(path), given["compress"])
@@ -253,8 +282,15 @@ def _runs(
             node_loss_hours=given["node_loss_hours"],
             seed=given["seed"],
         )
-        name = f"{placement} + {policy} ({number} of {len(pairs)})"
+        wpgs = given.get("wpgs", ())
+        name = f"{'held' if wpgs else placement} + {policy} ({number} of {len(pairs)})"
         with waiting(name) as say:
+            progress = _progress(name, jobs, say)
+            if wpgs:
+                runs.append(
+                    simulate_held(jobs, wpgs, cluster, plan=plan, chart=chart, progress=progress)
+                )
+                continue
             runs.append(
                 simulate(
                     jobs,
@@ -262,7 +298,7 @@ def _runs(
                     placement=placement,
                     plan=plan,
                     chart=chart,
-                    progress=_progress(name, jobs, say),
+                    progress=progress,
                 )
             )
     return runs

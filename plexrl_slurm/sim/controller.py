@@ -45,8 +45,9 @@ class Controller:
         return self._trained
 
     def begin(self) -> None:
-        """Create the deployment."""
-        self._ask(FunctionKind.CREATE, self._job.create_us)
+        """Create the deployment, as soon as its script has come so far."""
+        at_us = self._service.now_us + self._job.begin_us
+        self._service.at(at_us, self._ask, FunctionKind.CREATE, self._job.create_us)
 
     def finished(self, call: Call) -> None:
         """A call was answered."""

@@ -40,6 +40,9 @@ class PastJob:
     priority: int
     seed: int
     submit_us: int
+    #: When its script began and ended.
+    start_us: int
+    end_us: int
     model: str
     #: Of the model; 0: the catalogue has it no more.
     parameters: int
@@ -54,9 +57,21 @@ class _Seen:
 
     train_gpus: int = 0
     rollout_gpus: int = 0
-    #: ``(start, stop)`` of samples, merged, and of training functions with their kind.
+    #: ``(start, stop)`` of samples, and of training functions with their call and kind.
     samples: list[tuple[int, int]] = field(default_factory=list)
-    calls: list[tuple[int, int, FunctionKind]] = field(default_factory=list)
+    stretches: list[tuple[int, int, str, FunctionKind]] = field(default_factory=list)
+
+    def calls(self) -> list[tuple[int, int, FunctionKind]]:
+        """Training functions in their order; the books may have one in several pieces."""
+        found: list[tuple[int, int, FunctionKind]] = []
+        before = ""
+        for start, stop, call, kind in sorted(self.stretches):
+            if call and call == before and start == found[-1][1]:
+                found[-1] = (found[-1][0], stop, kind)
+            else:
+                found.append((start, stop, kind))
+            before = call
+        return found
 
 
 def from_ledger(
@@ -79,12 +94,12 @@ def from_ledger(
             mine.samples.append((start, stop))
         elif kind is not FunctionKind.CREATE:
             mine.train_gpus = max(mine.train_gpus, gpus)
-            mine.calls.append((start, stop, kind))
+            mine.stretches.append((start, stop, row["call_id"] or "", kind))
     found, left_out = [], {}
     first_us = min((job.submit_us for job in jobs), default=0)
     for job in sorted(jobs, key=lambda each: (each.submit_us, each.id)):
         mine = seen.get(job.id, _Seen())
-        steps = _steps(sorted(mine.calls))
+        steps = _steps(mine.calls())
         if not steps:
             left_out[job.id] = "it took no optimizer step"
         elif not mine.samples:
@@ -99,12 +114,14 @@ def from_ledger(
 def _steps(
     calls: Sequence[tuple[int, int, FunctionKind]],
 ) -> list[list[tuple[int, int, FunctionKind]]]:
-    """Training functions by step; a publish belongs to the step before it."""
+    """Training functions by step; a publish belongs to the step before it, and the first
+    weights to none."""
     steps: list[list[tuple[int, int, FunctionKind]]] = []
     current: list[tuple[int, int, FunctionKind]] = []
     for call in calls:
-        if call[2] is FunctionKind.PUBLISH and not current and steps:
-            steps[-1].append(call)
+        if call[2] is FunctionKind.PUBLISH and not current:
+            if steps:
+                steps[-1].append(call)
             continue
         current.append(call)
         if call[2] is FunctionKind.OPTIM_STEP:
@@ -124,6 +141,7 @@ def _trace(
         sums = [sum(b - a for a, b, what in step if what is kind) / _SECOND for step in steps]
         return [each for each in sums if each > 0]
 
+    mine.samples.sort()
     rollouts, pauses_s = _rollouts(mine.samples, steps)
     micro = [
         (b - a) / _SECOND
@@ -171,6 +189,8 @@ def _trace(
             publish_s=_lasting(of(FunctionKind.PUBLISH)),
             pull_s=Lasting(dist="const", median=0),
             client_gap_s=max(0.0, median(gaps)) if gaps else 0.0,
+            client_start_s=max(0, min(mine.samples[0][0], steps[0][0][0]) - job.start_us) / _SECOND,
+            client_end_s=max(0, job.end_us - steps[-1][-1][1]) / _SECOND,
         ),
         drift=Drift(kind="linear", per_150_steps=0),
         slo=Slo(max_slowdown=1.1),

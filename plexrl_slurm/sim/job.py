@@ -36,6 +36,9 @@ class SimJob:
     number: JobId
     trace: TraceJob
     gap_us: int
+    #: From its start to its first call, and from its last answer to its end.
+    begin_us: int
+    end_us: int
     #: To bring the base model in.
     create_us: int
     _rollout: NDArray[np.float64] = field(repr=False)
@@ -54,6 +57,8 @@ class SimJob:
             number=JobId(number),
             trace=trace,
             gap_us=micro(phases.client_gap_s),
+            begin_us=micro(phases.client_start_s),
+            end_us=micro(phases.client_end_s),
             create_us=SECOND_US,
             _rollout=rollout,
             _reward=reward,
@@ -81,8 +86,8 @@ class SimJob:
         )
 
     def alone_us(self) -> int:
-        """From its first call to its last answer on WPGs of its own."""
-        sampled = trained = begun_us = self.create_us
+        """From its start to its end on WPGs of its own."""
+        sampled = trained = begun_us = self.begin_us + self.create_us
         for number in range(self.trace.length):
             step = self.step(number)
             gaps_us = self.gap_us * (len(step.train) - 1)
@@ -95,7 +100,7 @@ class SimJob:
                 trained = max(trained, sampled + step.reward_us) + train_us
             else:
                 trained += step.sample_us + step.reward_us + train_us
-        return trained
+        return trained + self.end_us
 
     def declared(self, switch_us: int) -> Profile:
         """What the medians of the trace say of its steps."""

@@ -108,8 +108,8 @@ def figures(world: World, placement: str, wall_seconds: float) -> Figures:
         jobs=len(jobs),
         steps=sum(job.steps for job in jobs),
         efficiency=round(alone_gpu_us / held_us, 4) if held_us else 0.0,
-        gpu_hours_held=round(held_us / _HOUR_US, 3),
-        gpu_hours_isolated=round(alone_gpu_us / _HOUR_US, 3),
+        gpu_hours_held=round(held_us / _HOUR_US, 6),
+        gpu_hours_isolated=round(alone_gpu_us / _HOUR_US, 6),
         gpu_hours_per_step_saving_percent=percent(alone_gpu_us - held_us, alone_gpu_us),
         slowdown=Slowdowns(
             mean=round(sum(slow) / count, 5),

@@ -1,11 +1,13 @@
 """One simulation from its words to its figures."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 
 from plexrl_slurm.core.errors import BadInput
+from plexrl_slurm.core.messages import Pool, Wpg
 from plexrl_slurm.sim.cluster import NODE_GPUS, Cluster, Plan, find
+from plexrl_slurm.sim.held import HeldWorld
 from plexrl_slurm.sim.report import Figures, figures
 from plexrl_slurm.sim.trace import TraceJob
 from plexrl_slurm.sim.world import World
@@ -39,6 +41,24 @@ def simulate(
     world = World(trace, cluster, plan, chart=chart)
     world.run(progress)
     return Ran(figures=figures(world, placement, perf_counter() - begin), world=world)
+
+
+def simulate_held(
+    trace: list[TraceJob],
+    wpgs: Sequence[Wpg],
+    cluster: Cluster,
+    *,
+    plan: Plan,
+    chart: bool = False,
+    progress: Callable[[World], None] | None = None,
+) -> Ran:
+    """Run ``trace`` on ``wpgs``, which are held for all of it. Raises ``BadInput``."""
+    sums = {pool: sum(wpg.gpus for wpg in wpgs if wpg.pool is pool) for pool in Pool}
+    cluster = replace(cluster, train_gpus=sums[Pool.TRAIN], rollout_gpus=sums[Pool.ROLLOUT])
+    begin = perf_counter()
+    world = HeldWorld(trace, wpgs, cluster, plan, chart=chart)
+    world.run(progress)
+    return Ran(figures=figures(world, "held", perf_counter() - begin), world=world)
 
 
 def refuse_impossible(trace: list[TraceJob], cluster: Cluster) -> None:

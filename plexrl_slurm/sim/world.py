@@ -87,6 +87,8 @@ class _Device:
     """A WPG's hardware."""
 
     wpg: Wpg
+    #: By whose number its time is billed; -1: to the only job that it has.
+    group: int = -1
     #: Loss of a node ends everything of an earlier life.
     life: int = 0
     held_us: int = 0
@@ -207,9 +209,8 @@ class World:
     def _charge(self, charge: Charge) -> None:
         device = self._devices[charge.wpg]
         self.gpu_us[device.wpg.pool, charge.activity] += charge.gpu_us
-        if charge.job is not None and device.wpg.pool is Pool.TRAIN:
-            group = int(charge.wpg.partition("-")[2])
-            self._busy_us[group, charge.job] += charge.gpu_us
+        if charge.job is not None and device.group >= 0:
+            self._busy_us[device.group, charge.job] += charge.gpu_us
         if self.chart is not None:
             self.chart.append(
                 Stretch(
@@ -233,9 +234,8 @@ class World:
 
     def _image_bytes(self, name: DeploymentId) -> int:
         pool, _, number = name.partition("-")
-        if pool == Pool.ROLLOUT:
-            return 0  # pulling is part of a sample
-        return self.records[JobId(int(number))].job.trace.model.image_bytes
+        job = self.records[JobId(int(number))].job
+        return self.rollout_bytes(job) if pool == Pool.ROLLOUT else job.trace.model.image_bytes
 
     def _ran(self, order: Run, life: int) -> None:
         device = self._devices.get(order.wpg)
@@ -293,10 +293,16 @@ class World:
         record.group = group.number
         self.pools.rollout_free -= member.rollout_gpus
         rollout = WpgId(f"rollout-{member.job}")
-        self._hold(rollout, Pool.ROLLOUT, member.rollout_gpus)
+        self.hold(rollout, Pool.ROLLOUT, member.rollout_gpus)
+        self.begin(member, rollout)
+
+    def begin(self, member: Member, rollout: WpgId) -> None:
+        """Its deployments are placed, and its controller starts."""
+        record = self.records[member.job]
+        train = train_wpg(record.group)
         for pool, wpg, size in (
-            (Pool.TRAIN, _train(group.number), member.image_bytes),
-            (Pool.ROLLOUT, rollout, 0),
+            (Pool.TRAIN, train, member.image_bytes),
+            (Pool.ROLLOUT, rollout, self.rollout_bytes(record.job)),
         ):
             name = DeploymentId(f"{pool}-{member.job}")
             self.send(
@@ -319,6 +325,10 @@ class World:
         self._kept[member.job] = deque()
         controller.begin()
 
+    def rollout_bytes(self, job: SimJob) -> int:
+        """What a switch of the rollout WPG moves for it; alone there, pulls are all that moves."""
+        return 0
+
     def new_group(self, gpus: int) -> Group:
         """Hold another training WPG."""
         self._groups += 1
@@ -326,14 +336,14 @@ class World:
         group = Group(number=self._groups, gpus=gpus, host_bytes=host_bytes)
         self.pools.groups[group.number] = group
         self.pools.train_free -= gpus
-        self._hold(_train(group.number), Pool.TRAIN, gpus)
+        self.hold(train_wpg(group.number), Pool.TRAIN, gpus)
         return group
 
     def give_back(self, number: int) -> None:
         """A training WPG on which nobody lives is held no more."""
-        name = _train(number)
+        name = train_wpg(number)
         gpus = self.gpus_of(name)
-        self._group_us[number] = self._release(name)
+        self._group_us[number] = self.release(name)
         self.pools.groups.pop(number, None)
         self.pools.train_free += gpus
         self._pass = True
@@ -412,7 +422,7 @@ class World:
 
     def ended(self, job: SimJob) -> None:
         """A controller has all it wanted; nothing of its last answer is under way then."""
-        self.at(self.now_us, self._ended, job)
+        self.at(self.now_us + job.end_us, self._ended, job)
 
     def _ended(self, job: SimJob) -> None:
         record = self.records[job.number]
@@ -421,27 +431,32 @@ class World:
         for pool in Pool:
             name = DeploymentId(f"{pool}-{job.number}")
             self.send(DeploymentDropped(deployment=name, at_us=self.now_us, cause=CAUSE))
-        rollout = WpgId(f"rollout-{job.number}")
-        record.own_gpu_us = self._release(rollout)
-        self.pools.rollout_free += job.trace.rollout.gpus
         del group.members[job.number]
-        if not group.members and not self.mover.takes_part(group.number):
-            self.give_back(group.number)
+        self._leave(record, group)
         self._controllers.pop(job.number)
         for call in self._kept.pop(job.number):
             del self._calls[call]
         self._pass = True
 
+    def _leave(self, record: Record, group: Group) -> None:
+        """Give back what it had alone."""
+        record.own_gpu_us = self.release(WpgId(f"rollout-{record.job.number}"))
+        self.pools.rollout_free += record.job.trace.rollout.gpus
+        if not group.members and not self.mover.takes_part(group.number):
+            self.give_back(group.number)
+
     # -- WPGs --------------------------------------------------------------------------------
-    def _hold(self, name: WpgId, pool: Pool, gpus: int) -> None:
+    def hold(self, name: WpgId, pool: Pool, gpus: int) -> None:
+        """Hold a WPG, which is up at once."""
         wpg = Wpg(id=name, pool=pool, gpus=gpus)
-        self._devices[name] = _Device(wpg=wpg, held_us=self.now_us)
+        group = int(name.partition("-")[2]) if pool is Pool.TRAIN else -1
+        self._devices[name] = _Device(wpg=wpg, group=group, held_us=self.now_us)
         self.send(WpgHeld(wpg=wpg, at_us=self.now_us, cause=CAUSE))
         self.send(WpgUp(wpg=name, at_us=self.now_us, cause=CAUSE))
         self._count_held(pool, gpus)
         self._arm_loss(name)
 
-    def _release(self, name: WpgId) -> int:
+    def release(self, name: WpgId) -> int:
         """Give a WPG back; the GPU-microseconds that it was held for."""
         self.send(WpgReleased(wpg=name, at_us=self.now_us, cause=CAUSE))
         device = self._devices.pop(name)
@@ -483,5 +498,6 @@ class World:
             self._arm_loss(name)
 
 
-def _train(group: int) -> WpgId:
+def train_wpg(group: int) -> WpgId:
+    """Name of a group's training WPG."""
     return WpgId(f"train-{group}")

@@ -14,8 +14,8 @@ S = 1_000_000
 def past(name: str = "7", **changes: Any) -> PastJob:
     facts: dict[str, Any] = {
         "id": name, "user": "u", "account": "", "qos": "normal", "priority": 1, "seed": 3,
-        "submit_us": 100 * S, "model": "m", "parameters": 10**9, "bytes_per_param": 16.0,
-        "walltime_s": 50.0, **changes,
+        "submit_us": 100 * S, "start_us": 90 * S, "end_us": 140 * S,
+        "model": "m", "parameters": 10**9, "bytes_per_param": 16.0, "walltime_s": 50.0, **changes,
     }  # fmt: skip
     return PastJob(**facts)
 
@@ -25,8 +25,9 @@ def ran(
     activity: str = "busy",
 ) -> dict[str, Any]:  # fmt: skip
     span = int((stop - start) * S)
+    call = f"{job}.{start}" if kind else None
     return {
-        "job_id": job, "kind": kind, "activity": activity, "wpg": "w", "call_id": None,
+        "job_id": job, "kind": kind, "activity": activity, "wpg": "w", "call_id": call,
         "start_us": int(start * S), "stop_us": int(stop * S), "gpu_us": span * gpus,
     }  # fmt: skip
 
@@ -106,8 +107,31 @@ def test_a_job_that_makes_no_trace_is_told_why(
     assert from_ledger(rows, [past(**changes)]) == ([], {"7": why})
 
 
+def test_the_first_weights_are_no_part_of_a_step() -> None:
+    (job,), _ = from_ledger([ran(99, 99.5, "publish"), *step(100), *step(120)], [past()])
+    assert (job.mode, job.steps) == ("sync", 2)
+    assert job.phases.publish_s.median == pytest.approx(0.2)
+
+
+def test_a_call_that_the_books_have_in_two_pieces_is_one() -> None:
+    rows = step(100)
+    optimizer = rows[5]
+    middle = optimizer["start_us"] + 300_000
+    rows[5:6] = [{**optimizer, "stop_us": middle}, {**optimizer, "start_us": middle}]
+    (job,), _ = from_ledger(rows, [past()])
+    assert (job.steps, job.phases.optim_s.median) == (1, 1.0)
+
+
+def test_what_a_script_does_before_its_first_call_and_after_its_last_is_kept() -> None:
+    (job,), _ = from_ledger([*step(100), *step(120)], [past()])
+    assert job.phases.client_start_s == pytest.approx(10)
+    assert job.phases.client_end_s == pytest.approx(140 - 137.1)
+
+
 def test_a_history_can_be_run() -> None:
-    trace, _ = from_ledger([*step(100), *step(120), *step(140)], [past()])
+    trace, _ = from_ledger(
+        [*step(100), *step(120), *step(140)], [past(start_us=100 * S, end_us=157_100_000)]
+    )
     cluster = Cluster(train_gpus=8, rollout_gpus=8)
     found = simulate(trace, cluster, placement="isolated", plan=Plan()).figures
     # Three steps of 10 + 1 + 6.1 s and a second to create; publish comes a gap after the step.
