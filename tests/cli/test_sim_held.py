@@ -32,7 +32,7 @@ def test_jobs_share_the_wpgs_of_the_configuration(plexrl: Plexrl, tmp_path: Path
 def test_a_job_of_another_shape_is_refused(plexrl: Plexrl, tmp_path: Path) -> None:
     trace = written(tmp_path / "t.jsonl", LINE)
     done = plexrl("sim", "run", str(trace), "--held")
-    assert done.exit_code == 64
+    assert done.exit_code == 65
     assert "job a needs a train WPG of 8 GPUs, and held are train-0 with 1" in done.stderr
 
 
@@ -44,5 +44,5 @@ def test_a_trace_of_a_job_that_is_not_there_is_refused(
     schema.upgrade(engine)
     engine.dispose()
     done = plexrl("sim", "trace", str(tmp_path / "t.jsonl"), "--from-ledger", "--jobs", "7")
-    assert done.exit_code == 64
+    assert done.exit_code == 65
     assert "no job 7 in the last 7 days" in done.stderr
