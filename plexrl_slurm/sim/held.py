@@ -13,8 +13,9 @@ from plexrl_slurm.core.ids import JobId, WpgId
 from plexrl_slurm.core.messages import Pool, Wpg
 from plexrl_slurm.sim.cluster import Cluster, Plan
 from plexrl_slurm.sim.job import SimJob
+from plexrl_slurm.sim.records import Record
 from plexrl_slurm.sim.trace import TraceJob
-from plexrl_slurm.sim.world import Record, World, train_wpg
+from plexrl_slurm.sim.world import World, train_wpg
 
 
 class HeldWorld(World):

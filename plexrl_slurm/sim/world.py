@@ -51,35 +51,11 @@ from plexrl_slurm.sim.controller import Controller
 from plexrl_slurm.sim.job import SimJob
 from plexrl_slurm.sim.mover import Mover
 from plexrl_slurm.sim.profiles import Profiles
+from plexrl_slurm.sim.records import Record, Stretch
 from plexrl_slurm.sim.trace import TraceJob
 
 CAUSE: Final = CauseId("sim")
 _HOUR_US: Final = 3_600_000_000
-
-
-@dataclass(slots=True, kw_only=True)
-class Stretch:
-    """What one WPG did for a while; for charts."""
-
-    wpg: WpgId
-    activity: Activity
-    job: JobId | None
-    start_us: int
-    stop_us: int
-
-
-@dataclass(slots=True, kw_only=True)
-class Record:
-    """What became of one job."""
-
-    job: SimJob
-    submit_us: int
-    start_us: int = -1
-    end_us: int = -1
-    #: GPU-microseconds that were held for it alone: its rollout WPG.
-    own_gpu_us: int = 0
-    group: int = -1
-    why: Why | None = None
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
