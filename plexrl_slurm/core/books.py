@@ -35,6 +35,12 @@ class Books:
     entries: dict[CallId, Entry] = field(default_factory=dict)
     #: Lanes that changed since the last plan.
     stale: dict[WpgId, Lane] = field(default_factory=dict)
+    #: When lanes want to be planned though nothing happens.
+    alarms_us: dict[WpgId, int] = field(default_factory=dict)
+    #: No stretch becomes too long before this instant, if nothing is booked before ``beat_us``,
+    #: the last one at which all were looked at.
+    due_us: int = 0
+    beat_us: int = 0
     #: Deployments of each job.
     placed: dict[JobId, int] = field(default_factory=dict)
     #: The newest sampling phase of each job, wherever it is.
@@ -54,6 +60,8 @@ class Books:
     def touch(self, lane: Lane) -> None:
         """Something changed: the lane wants to be planned."""
         self.stale[lane.id] = lane
+        if lane.now_us < self.beat_us:
+            self.due_us = 0
 
     def tidy(self, lane: Lane) -> None:
         """Forget a lane that is nobody's home and not held."""

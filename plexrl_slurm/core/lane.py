@@ -205,7 +205,7 @@ class Lane:
 
     def alarm_us(self) -> int | None:
         """When it wants to be planned though nothing happens."""
-        if not self.up:
+        if not self.up or not (self.copies or self.room_us is not None):
             return self.kept_until_us
         alarms = [at for at in (self.kept_until_us, self.room_us) if at is not None]
         return min([*alarms, *(tenant.retry_us for tenant in self.copies.values())], default=None)
@@ -218,10 +218,9 @@ class Lane:
 
     def trains(self) -> bool:
         """Whether what runs is not sampling (or is unknown): it does not share the WPG."""
-        return any(
-            run.entry is None or run.entry.call.kind is not FunctionKind.SAMPLE
-            for run in list(self.running.values())[:1]
-        )
+        for run in self.running.values():
+            return run.entry is None or run.entry.call.kind is not FunctionKind.SAMPLE
+        return False
 
     def calls(self) -> Iterator[Call]:
         """The running calls."""
@@ -234,11 +233,19 @@ class Lane:
         if self.move is not None:
             return Use(activity=Activity.SWITCH, jobs=frozenset((self.move.payer,)))
         if self.running:
-            first = next(iter(self.running.values()))
+            first, trains = next(iter(self.running.values())), self.trains()
+            if (
+                trains
+                and self.meter is not None
+                and (last := self.meter.use).began_us == first.start_us
+                and last.call == first.call
+                and last.jobs == self.jobs.keys()
+            ):
+                return last  # it still does what it did: the usual case
             jobs = frozenset(self.jobs)
             if not jobs and self.resident is not None:
                 jobs = frozenset((self.resident.last_job,))
-            if self.trains():
+            if trains:
                 return Use(
                     activity=Activity.BUSY, jobs=jobs, call=first.call, began_us=first.start_us
                 )

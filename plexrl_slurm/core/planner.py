@@ -49,14 +49,17 @@ class Planner:
                 lane.leaving = False
                 self._decide(lane, cause, out)
         if lane.up:
-            self._copy(lane, cause, out)
-            self._say_drained(lane, cause, out)
+            if lane.copies:
+                self._copy(lane, cause, out)
+            if lane.draining:
+                self._say_drained(lane, cause, out)
             if self.hints:
                 self._hint(lane, cause, out)
-        out = [*lane.account(cause), *out]
+        out[:0] = lane.account(cause)
         if lane.meter is not None:
-            for call in lane.calls():
-                lane.meter.count(call)
+            for run in lane.running.values():
+                if run.entry is not None:
+                    lane.meter.count(run.entry.call)
         return out
 
     def choose(self, lane: Lane) -> tuple[Choice, Tenant] | None:

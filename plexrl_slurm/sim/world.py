@@ -87,6 +87,8 @@ class _Device:
     """A WPG's hardware."""
 
     wpg: Wpg
+    #: Of a training WPG; 0 for the others.
+    group: int = 0
     #: Loss of a node ends everything of an earlier life.
     life: int = 0
     held_us: int = 0
@@ -155,8 +157,8 @@ class World:
         """Until every job has ended that can."""
         heap, seen = self._heap, 0
         while heap:
-            self.now_us = heap[0][0]
-            while heap and heap[0][0] == self.now_us:
+            now_us = self.now_us = heap[0][0]
+            while heap and heap[0][0] == now_us:
                 _, _, action, args = heapq.heappop(heap)
                 action(*args)
             if self._pass:
@@ -164,7 +166,8 @@ class World:
                 self.backlog.run(self.now_us, self._place, self._take)
                 self.mover.look()
             self.decisions += 1
-            self._do(self.core.plan(self.now_us, CAUSE))
+            if todo := self.core.plan(now_us, CAUSE):
+                self._do(todo)
             seen += 1
             if progress is not None and seen % 20_000 == 0:
                 progress(self)
@@ -172,7 +175,8 @@ class World:
     def send(self, event: AnyEvent) -> None:
         """Tell the core a fact."""
         self.events += 1
-        self._do(self.core.handle(event))
+        if todo := self.core.handle(event):
+            self._do(todo)
 
     # -- instructions ------------------------------------------------------------------------
     def _do(self, instructions: list[AnyInstruction]) -> None:
@@ -207,9 +211,8 @@ class World:
     def _charge(self, charge: Charge) -> None:
         device = self._devices[charge.wpg]
         self.gpu_us[device.wpg.pool, charge.activity] += charge.gpu_us
-        if charge.job is not None and device.wpg.pool is Pool.TRAIN:
-            group = int(charge.wpg.partition("-")[2])
-            self._busy_us[group, charge.job] += charge.gpu_us
+        if charge.job is not None and device.group:
+            self._busy_us[device.group, charge.job] += charge.gpu_us
         if self.chart is not None:
             self.chart.append(
                 Stretch(
@@ -381,16 +384,11 @@ class World:
 
     def call(self, job: JobId, kind: FunctionKind, seq: int, length_us: int) -> None:
         """A controller asks for a function that takes so long."""
-        pool = Pool.ROLLOUT if kind is FunctionKind.SAMPLE else Pool.TRAIN
-        call = Call(
-            id=CallId(f"{pool}-{job}/{seq}"),
-            deployment=DeploymentId(f"{pool}-{job}"),
-            job=job,
-            kind=kind,
-            seq=seq,
-        )
+        samples = kind is FunctionKind.SAMPLE
+        name = DeploymentId(f"rollout-{job}" if samples else f"train-{job}")
+        call = Call(id=CallId(f"{name}/{seq}"), deployment=name, job=job, kind=kind, seq=seq)
         self._calls[call.id] = (call, length_us)
-        if pool is Pool.TRAIN:
+        if not samples:
             self._kept[job].append(call.id)
         self.send(CallArrived(call=call, at_us=self.now_us, cause=CAUSE))
 
@@ -435,7 +433,8 @@ class World:
     # -- WPGs --------------------------------------------------------------------------------
     def _hold(self, name: WpgId, pool: Pool, gpus: int) -> None:
         wpg = Wpg(id=name, pool=pool, gpus=gpus)
-        self._devices[name] = _Device(wpg=wpg, held_us=self.now_us)
+        group = int(name.partition("-")[2]) if pool is Pool.TRAIN else 0
+        self._devices[name] = _Device(wpg=wpg, group=group, held_us=self.now_us)
         self.send(WpgHeld(wpg=wpg, at_us=self.now_us, cause=CAUSE))
         self.send(WpgUp(wpg=name, at_us=self.now_us, cause=CAUSE))
         self._count_held(pool, gpus)
