@@ -89,8 +89,9 @@ class Books:
         for entry in program.settle():
             complete = not entry.doom
             self.finish(entry, ok=complete, reason=entry.doom, cause=cause, out=out)
-        if any(run.tenant is tenant for run in lane.running.values()):
-            return
+        for run in lane.running.values():
+            if run.tenant is tenant:
+                return
         head = program.head()
         if head is not None and tenant.ready_us is None:
             tenant.ready_us = lane.now_us

@@ -31,15 +31,18 @@ class Estimates:
 
     def function_us(self, job: JobId, kind: FunctionKind) -> int:
         """Expected duration of one part of a function."""
-        return self._functions.get(job, {}).get(kind, PRIOR_FUNCTION_US)
+        means = self._functions.get(job)
+        return PRIOR_FUNCTION_US if means is None else means.get(kind, PRIOR_FUNCTION_US)
 
     def gap_us(self, job: JobId, previous: FunctionKind) -> int | None:
         """Expected time from the end of ``previous`` to the arrival of the next call."""
-        return self._gaps.get(job, {}).get(previous)
+        means = self._gaps.get(job)
+        return None if means is None else means.get(previous)
 
     def phase_us(self, job: JobId, pool: Pool) -> int | None:
         """Expected busy time of one phase."""
-        return self._phases.get(job, {}).get(pool)
+        means = self._phases.get(job)
+        return None if means is None else means.get(pool)
 
     def step_us(self, job: JobId) -> int:
         """The job's step time if it never had to wait."""

@@ -71,7 +71,9 @@ class Tenant:
         """The call that has waited longest."""
         if self.program is not None:
             return self.program.head() if self.ready_us is not None else None
-        return next(iter(self.samples.values()), None)
+        for entry in self.samples.values():
+            return entry
+        return None
 
     def since_us(self) -> int:
         """Since when the head waits."""
@@ -171,7 +173,8 @@ class Lane:
 
     def clamp(self, at_us: int) -> int:
         """The instant to book an event at: time never goes back."""
-        self.now_us = max(self.now_us, at_us)
+        if at_us > self.now_us:
+            self.now_us = at_us
         return self.now_us
 
     def phase(self, tenant: Tenant, job: JobId) -> Phase:
@@ -258,4 +261,7 @@ class Lane:
         """Close the open stretch if the WPG now does something else."""
         if self.meter is None:
             return []
-        return self.meter.turn(self.use(), self.now_us, self.calls(), cause)
+        use = self.use()
+        if use is self.meter.use:
+            return []
+        return self.meter.turn(use, self.now_us, self.calls(), cause)

@@ -27,9 +27,9 @@ def split(total: int, weights: Mapping[JobId, int]) -> dict[JobId, int]:
     return shares
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen: built for every stretch, and that is slow
 class Use:
-    """What a WPG does; the next stretch begins when it changes."""
+    """What a WPG does; the next stretch begins when it changes. A value: nobody changes one."""
 
     activity: Activity
     #: Who pays; nobody for idle and down, several for shared sampling.

@@ -134,7 +134,8 @@ class Phase:
         if total_us is None:
             return function_us
         served_us = self.served_us + (at_us - self.busy_us if self.running else 0)
-        return max(function_us, total_us - served_us)
+        left_us = total_us - served_us
+        return left_us if left_us > function_us else function_us
 
     def _stop(self, count: int, at_us: int) -> None:
         self.running -= count

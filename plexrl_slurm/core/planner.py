@@ -64,10 +64,10 @@ class Planner:
 
     def choose(self, lane: Lane) -> tuple[Choice, Tenant] | None:
         """Who is next, without doing anything about it."""
-        candidates = {c.key: c for c in self._candidates(lane)}
+        candidates = self._candidates(lane)
         if not candidates:
             return None
-        choice = self.policy.choose(tuple(candidates.values()), hysteresis=self.hysteresis)
+        choice = self.policy.choose(candidates, hysteresis=self.hysteresis)
         return choice, lane.tenants[choice.winner.key]
 
     # -- candidates -----------------------------------------------------------------------
@@ -98,12 +98,14 @@ class Planner:
 
     def _candidate(self, lane: Lane, tenant: Tenant) -> Candidate:
         books, now_us, head = self.books, lane.now_us, tenant.head()
+        estimates = books.estimates
         if head is None:
             job, kind, waited_us = tenant.last_job, None, 0
             weight = max(m.priority for m in tenant.members.values() if m.job == job)
         else:
             call = head.call
-            job, kind, waited_us = call.job, call.kind, now_us - tenant.since_us()
+            job, kind = call.job, call.kind
+            waited_us = now_us - (head.ready_us if tenant.ready_us is None else tenant.ready_us)
             weight = tenant.members[call.deployment].priority
         phase = lane.phase(tenant, job)
         kind = kind or phase.last_kind or FunctionKind.SAMPLE
@@ -114,8 +116,8 @@ class Planner:
             weight=weight,
             waited_us=waited_us,
             switch_us=0 if resident else self._switch_us(lane, tenant),
-            remaining_us=phase.remaining_us(kind, now_us, books.estimates),
-            step_us=books.estimates.step_us(job),
+            remaining_us=phase.remaining_us(kind, now_us, estimates),
+            step_us=estimates.step_us(job),
             phase_waited_us=phase.waited_us,
             resident=resident,
             mid_phase=resident and phase.in_middle(),
