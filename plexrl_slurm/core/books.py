@@ -168,6 +168,8 @@ class Books:
             del lane.jobs[job]
         if ok:
             self.estimates.saw_function(job, kind, lane.now_us - run.start_us)
+        else:
+            self.estimates.learned(job)
         had = self.attained_us.get((lane.id, job), 0)
         self.attained_us[lane.id, job] = had + lane.now_us - run.start_us
         phase = lane.phase(tenant, job)

@@ -19,6 +19,7 @@ from plexrl_slurm.core.messages import (
 )
 from plexrl_slurm.core.ordering import Entry, Program
 from plexrl_slurm.core.phase import Phase
+from plexrl_slurm.core.policy import Candidate
 from plexrl_slurm.core.residency import Residency, Whereabouts
 
 #: Moves in a row that find a tier full; then what is resident, and cannot be saved, makes room: its
@@ -56,6 +57,8 @@ class Tenant:
     retry_us: int = 0
     #: How often its home has changed.
     moves: int = 0
+    #: What it was last weighed as while it was away, and of what that came.
+    weighed: tuple[Candidate, tuple[object, ...]] | None = None
 
     @property
     def name(self) -> DeploymentId:

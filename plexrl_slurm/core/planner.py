@@ -99,6 +99,8 @@ class Planner:
     def _candidate(self, lane: Lane, tenant: Tenant) -> Candidate:
         books, now_us, head = self.books, lane.now_us, tenant.head()
         estimates = books.estimates
+        if head is not None and tenant.program is not None and tenant is not lane.resident:
+            return self._absent(lane, tenant, head)
         if head is None:
             job, kind, waited_us = tenant.last_job, None, 0
             weight = max(m.priority for m in tenant.members.values() if m.job == job)
@@ -127,6 +129,40 @@ class Planner:
             attained_us=books.attained_us.get((lane.id, job), 0),
         )
 
+    def _absent(self, lane: Lane, tenant: Tenant, head: Entry) -> Candidate:
+        """Of one that waits to be trained, and is away. Most candidates are, at most decisions: as
+        long as it does not run and nothing is learned of its job, only instants change."""
+        books, job, ready_us = self.books, head.call.job, tenant.ready_us
+        waited_us = lane.now_us - (head.ready_us if ready_us is None else ready_us)
+        weight = tenant.members[head.call.deployment].priority
+        switch_us = self._switch_us(lane, tenant)
+        slack_us = self._slack_us(job, lane.now_us) if job in books.rollouts else 0
+        stamp = (lane, head, tenant.turn, ready_us, books.estimates.versions.get(job))
+        if tenant.weighed is not None and tenant.weighed[1] == stamp:
+            known = tenant.weighed[0]
+            known.weight, known.waited_us = weight, waited_us
+            known.switch_us, known.slack_us = switch_us, slack_us
+            return known
+        phase = lane.phase(tenant, job)
+        found = Candidate(
+            key=tenant.key,
+            job=job,
+            weight=weight,
+            waited_us=waited_us,
+            switch_us=switch_us,
+            remaining_us=phase.remaining_us(head.call.kind, lane.now_us, books.estimates),
+            step_us=books.estimates.step_us(job),
+            phase_waited_us=phase.waited_us,
+            resident=False,
+            mid_phase=False,
+            virtual=False,
+            turn=tenant.turn,
+            slack_us=slack_us,
+            attained_us=books.attained_us.get((lane.id, job), 0),
+        )
+        tenant.weighed = (found, stamp)
+        return found
+
     def _slack_us(self, job: JobId, now_us: int) -> int:
         """How long the job goes on sampling, if it does: a training phase is due at its end."""
         rollout = self.books.rollouts.get(job)
@@ -138,9 +174,10 @@ class Planner:
         return max(0, total_us - rollout.served_us - (now_us - rollout.busy_us))
 
     def _switch_us(self, lane: Lane, tenant: Tenant) -> int:
-        moved = 0 if _is_created_here(tenant) else tenant.image_bytes
-        if lane.resident is not None and lane.resident.dirty:
-            moved += lane.resident.image_bytes
+        program, resident = tenant.program, lane.resident
+        moved = 0 if program is not None and program.image is None else tenant.image_bytes
+        if resident is not None and resident.dirty:
+            moved += resident.image_bytes
         return self.books.costs.estimate_us(lane.id, moved)
 
     # -- decisions ------------------------------------------------------------------------
