@@ -35,6 +35,12 @@ class Books:
     entries: dict[CallId, Entry] = field(default_factory=dict)
     #: Lanes that changed since the last plan.
     stale: dict[WpgId, Lane] = field(default_factory=dict)
+    #: When lanes want to be planned though nothing happens.
+    alarms_us: dict[WpgId, int] = field(default_factory=dict)
+    #: No stretch becomes too long before this instant, if nothing is booked before ``beat_us``,
+    #: the last one at which all were looked at.
+    due_us: int = 0
+    beat_us: int = 0
     #: Deployments of each job.
     placed: dict[JobId, int] = field(default_factory=dict)
     #: The newest sampling phase of each job, wherever it is.
@@ -54,6 +60,8 @@ class Books:
     def touch(self, lane: Lane) -> None:
         """Something changed: the lane wants to be planned."""
         self.stale[lane.id] = lane
+        if lane.now_us < self.beat_us:
+            self.due_us = 0
 
     def tidy(self, lane: Lane) -> None:
         """Forget a lane that is nobody's home and not held."""
@@ -81,8 +89,9 @@ class Books:
         for entry in program.settle():
             complete = not entry.doom
             self.finish(entry, ok=complete, reason=entry.doom, cause=cause, out=out)
-        if any(run.tenant is tenant for run in lane.running.values()):
-            return
+        for run in lane.running.values():
+            if run.tenant is tenant:
+                return
         head = program.head()
         if head is not None and tenant.ready_us is None:
             tenant.ready_us = lane.now_us
@@ -159,6 +168,8 @@ class Books:
             del lane.jobs[job]
         if ok:
             self.estimates.saw_function(job, kind, lane.now_us - run.start_us)
+        else:
+            self.estimates.learned(job)
         had = self.attained_us.get((lane.id, job), 0)
         self.attained_us[lane.id, job] = had + lane.now_us - run.start_us
         phase = lane.phase(tenant, job)

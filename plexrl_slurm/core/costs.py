@@ -23,7 +23,7 @@ class SwitchCosts:
 
     def estimate_us(self, wpg: WpgId, moved_bytes: int) -> int:
         """Expected duration of moving so much."""
-        return self._floor_us + moved_bytes * _SECOND // self.bytes_per_s(wpg)
+        return self._floor_us + moved_bytes * _SECOND // self._rates.get(wpg, self._prior)
 
     def learn(self, wpg: WpgId, *, moved_bytes: int, duration_us: int) -> None:
         """A switch ended; one that moved nothing teaches nothing."""

@@ -28,24 +28,41 @@ class Estimates:
         self._steps: dict[JobId, int] = {}
         #: When the last step ended, and how long the job has waited for GPUs since.
         self._since: dict[JobId, tuple[int, int]] = {}
+        #: Changes with whatever is learned of a job.
+        self.versions: dict[JobId, int] = {}
 
     def function_us(self, job: JobId, kind: FunctionKind) -> int:
         """Expected duration of one part of a function."""
-        return self._functions.get(job, {}).get(kind, PRIOR_FUNCTION_US)
+        means = self._functions.get(job)
+        return PRIOR_FUNCTION_US if means is None else means.get(kind, PRIOR_FUNCTION_US)
 
     def gap_us(self, job: JobId, previous: FunctionKind) -> int | None:
         """Expected time from the end of ``previous`` to the arrival of the next call."""
-        return self._gaps.get(job, {}).get(previous)
+        means = self._gaps.get(job)
+        return None if means is None else means.get(previous)
 
     def phase_us(self, job: JobId, pool: Pool) -> int | None:
         """Expected busy time of one phase."""
-        return self._phases.get(job, {}).get(pool)
+        means = self._phases.get(job)
+        return None if means is None else means.get(pool)
+
+    def left_us(self, job: JobId, kind: FunctionKind, pool: Pool, served_us: int) -> int:
+        """Expected rest of a phase of which so much is served: at least one function."""
+        functions, phases = self._functions.get(job), self._phases.get(job)
+        least_us = (
+            PRIOR_FUNCTION_US if functions is None else functions.get(kind, PRIOR_FUNCTION_US)
+        )
+        if phases is None or (total_us := phases.get(pool)) is None:
+            return least_us
+        left_us = total_us - served_us
+        return left_us if left_us > least_us else least_us
 
     def step_us(self, job: JobId) -> int:
         """The job's step time if it never had to wait."""
         return self._steps.get(job, PRIOR_STEP_US)
 
     def saw_function(self, job: JobId, kind: FunctionKind, duration_us: int) -> None:
+        self.learned(job)
         means = self._functions.setdefault(job, {})
         means[kind] = ewma(means.get(kind), duration_us)
 
@@ -54,6 +71,7 @@ class Estimates:
         means[previous] = ewma(means.get(previous), gap_us)
 
     def saw_phase(self, job: JobId, pool: Pool, busy_us: int) -> None:
+        self.learned(job)
         means = self._phases.setdefault(job, {})
         means[pool] = ewma(means.get(pool), busy_us)
 
@@ -66,6 +84,7 @@ class Estimates:
     def saw_step(self, job: JobId, at_us: int) -> None:
         """An optimizer step ended."""
         if job in self._since:
+            self.learned(job)
             start_us, waited_us = self._since[job]
             alone_us = max(LEAST_STEP_US, at_us - start_us - waited_us)
             self._steps[job] = ewma(self._steps.get(job), alone_us)
@@ -78,3 +97,8 @@ class Estimates:
         self._phases.pop(job, None)
         self._steps.pop(job, None)
         self._since.pop(job, None)
+        self.versions.pop(job, None)
+
+    def learned(self, job: JobId) -> None:
+        """What was derived for it before may be wrong now."""
+        self.versions[job] = self.versions.get(job, 0) + 1

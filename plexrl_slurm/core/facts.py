@@ -5,7 +5,7 @@ from typing import assert_never
 from plexrl_slurm.core import handover
 from plexrl_slurm.core.books import Books
 from plexrl_slurm.core.lane import Lane, Running, Tenant
-from plexrl_slurm.core.ledger import Meter
+from plexrl_slurm.core.ledger import SHARED_ROW_US, Meter
 from plexrl_slurm.core.messages import (
     AnyEvent,
     AnyInstruction,
@@ -50,6 +50,10 @@ def book(books: Books, event: AnyEvent) -> list[AnyInstruction]:
         return out
     lane.clamp(event.at_us)
     match event:
+        case CallArrived():  # most events are of these two kinds
+            _arrived(books, lane, event, out)
+        case RunEnded():
+            _run_ended(books, lane, event, out)
         case WpgHeld():
             _held(lane, event)
         case WpgUp():
@@ -62,12 +66,8 @@ def book(books: Books, event: AnyEvent) -> list[AnyInstruction]:
             _placed(books, lane, event, out)
         case DeploymentDropped():
             _dropped(books, lane, event, out)
-        case CallArrived():
-            _arrived(books, lane, event, out)
         case CallCancelled():
             _cancelled(books, lane, event, out)
-        case RunEnded():
-            _run_ended(books, lane, event, out)
         case SwitchEnded():
             _switch_ended(books, lane, event, out)
         case WpgDraining():
@@ -88,27 +88,23 @@ def book(books: Books, event: AnyEvent) -> list[AnyInstruction]:
 def _lane_of(books: Books, event: AnyEvent) -> Lane | None:
     """The lane that an event is about; ``None`` if it is about nothing that is known."""
     match event:
+        case RunEnded():
+            return books.lanes.get(event.wpg)
+        case CallArrived(call=call):
+            home = books.homes.get(call.deployment)
+            return None if home is None else home[0]
         case WpgHeld(wpg=wpg):
             return books.lane(wpg.id)
         case DeploymentPlaced(deployment=deployment):
             known = books.homes.get(deployment.id)
             return known[0] if known is not None else books.lane(deployment.wpg)
-        case (
-            WpgUp()
-            | WpgDown()
-            | WpgReleased()
-            | WpgDraining()
-            | WpgResumed()
-            | RunEnded()
-            | SwitchEnded()
-        ):
+        case WpgUp() | WpgDown() | WpgReleased() | WpgDraining() | WpgResumed() | SwitchEnded():
             return books.lanes.get(event.wpg)
-        case DeploymentDropped(deployment=name) | Persisted(deployment=name):
-            return books.homes[name][0] if name in books.homes else None
+        case DeploymentDropped() | Persisted():
+            home = books.homes.get(event.deployment)
+            return None if home is None else home[0]
         case DeploymentMoved(deployment=deployment):
             return books.homes[deployment.id][0] if deployment.id in books.homes else None
-        case CallArrived(call=call):
-            return books.homes[call.deployment][0] if call.deployment in books.homes else None
         case CallCancelled(call=call_id):
             entry = books.entries.get(call_id)
             return None if entry is None else books.homes[entry.call.deployment][0]
@@ -439,9 +435,16 @@ def _image_ended(
 
 def _tick(books: Books, event: Tick, out: list[AnyInstruction]) -> None:
     """Write long stretches down; wake the lanes that wanted to be woken."""
-    for lane in books.lanes.values():
-        if lane.meter is not None and (event.flush or lane.meter.due(event.at_us)):
-            out.extend(lane.meter.cut(lane.clamp(event.at_us), lane.calls(), event.cause))
-        alarm_us = lane.alarm_us()
-        if alarm_us is not None and event.at_us >= alarm_us:
-            books.touch(lane)
+    at_us = event.at_us
+    if event.flush or at_us >= books.due_us:
+        due_us = at_us + SHARED_ROW_US
+        for lane in books.lanes.values():
+            if lane.meter is not None:
+                if event.flush or lane.meter.due(at_us):
+                    out.extend(lane.meter.cut(lane.clamp(at_us), lane.calls(), event.cause))
+                due_us = min(due_us, lane.meter.due_us())
+        books.due_us, books.beat_us = due_us, max(books.beat_us, at_us)
+    woken = {wpg for wpg, alarm_us in books.alarms_us.items() if at_us >= alarm_us}
+    for wpg in woken if len(woken) < 2 else (wpg for wpg in books.lanes if wpg in woken):
+        if (woken_lane := books.lanes.get(wpg)) is not None:
+            books.touch(woken_lane)

@@ -19,6 +19,7 @@ from plexrl_slurm.core.messages import (
 )
 from plexrl_slurm.core.ordering import Entry, Program
 from plexrl_slurm.core.phase import Phase
+from plexrl_slurm.core.policy import Candidate
 from plexrl_slurm.core.residency import Residency, Whereabouts
 
 #: Moves in a row that find a tier full; then what is resident, and cannot be saved, makes room: its
@@ -56,6 +57,8 @@ class Tenant:
     retry_us: int = 0
     #: How often its home has changed.
     moves: int = 0
+    #: What it was last weighed as while it was away, and of what that came.
+    weighed: tuple[Candidate, tuple[object, ...]] | None = None
 
     @property
     def name(self) -> DeploymentId:
@@ -71,7 +74,9 @@ class Tenant:
         """The call that has waited longest."""
         if self.program is not None:
             return self.program.head() if self.ready_us is not None else None
-        return next(iter(self.samples.values()), None)
+        for entry in self.samples.values():
+            return entry
+        return None
 
     def since_us(self) -> int:
         """Since when the head waits."""
@@ -171,7 +176,8 @@ class Lane:
 
     def clamp(self, at_us: int) -> int:
         """The instant to book an event at: time never goes back."""
-        self.now_us = max(self.now_us, at_us)
+        if at_us > self.now_us:
+            self.now_us = at_us
         return self.now_us
 
     def phase(self, tenant: Tenant, job: JobId) -> Phase:
@@ -205,7 +211,7 @@ class Lane:
 
     def alarm_us(self) -> int | None:
         """When it wants to be planned though nothing happens."""
-        if not self.up:
+        if not self.up or not (self.copies or self.room_us is not None):
             return self.kept_until_us
         alarms = [at for at in (self.kept_until_us, self.room_us) if at is not None]
         return min([*alarms, *(tenant.retry_us for tenant in self.copies.values())], default=None)
@@ -218,10 +224,9 @@ class Lane:
 
     def trains(self) -> bool:
         """Whether what runs is not sampling (or is unknown): it does not share the WPG."""
-        return any(
-            run.entry is None or run.entry.call.kind is not FunctionKind.SAMPLE
-            for run in list(self.running.values())[:1]
-        )
+        for run in self.running.values():
+            return run.entry is None or run.entry.call.kind is not FunctionKind.SAMPLE
+        return False
 
     def calls(self) -> Iterator[Call]:
         """The running calls."""
@@ -234,11 +239,19 @@ class Lane:
         if self.move is not None:
             return Use(activity=Activity.SWITCH, jobs=frozenset((self.move.payer,)))
         if self.running:
-            first = next(iter(self.running.values()))
+            first, trains = next(iter(self.running.values())), self.trains()
+            if (
+                trains
+                and self.meter is not None
+                and (last := self.meter.use).began_us == first.start_us
+                and last.call == first.call
+                and last.jobs == self.jobs.keys()
+            ):
+                return last  # it still does what it did: the usual case
             jobs = frozenset(self.jobs)
             if not jobs and self.resident is not None:
                 jobs = frozenset((self.resident.last_job,))
-            if self.trains():
+            if trains:
                 return Use(
                     activity=Activity.BUSY, jobs=jobs, call=first.call, began_us=first.start_us
                 )
@@ -251,4 +264,7 @@ class Lane:
         """Close the open stretch if the WPG now does something else."""
         if self.meter is None:
             return []
-        return self.meter.turn(self.use(), self.now_us, self.calls(), cause)
+        use = self.use()
+        if use is self.meter.use:
+            return []
+        return self.meter.turn(use, self.now_us, self.calls(), cause)

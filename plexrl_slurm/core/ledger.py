@@ -27,9 +27,9 @@ def split(total: int, weights: Mapping[JobId, int]) -> dict[JobId, int]:
     return shares
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen: built for every stretch, and that is slow
 class Use:
-    """What a WPG does; the next stretch begins when it changes."""
+    """What a WPG does; the next stretch begins when it changes. A value: nobody changes one."""
 
     activity: Activity
     #: Who pays; nobody for idle and down, several for shared sampling.
@@ -58,7 +58,7 @@ class Meter:
 
     def turn(self, use: Use, at_us: int, running: Iterable[Call], cause: CauseId) -> list[Charge]:
         """The WPG does ``use`` from now on; the charges for what it did before."""
-        if use == self.use:
+        if use is self.use or use == self.use:
             return []
         charges = self.cut(at_us, (), cause)
         self.use, self.since_us = use, at_us
@@ -72,16 +72,21 @@ class Meter:
             self._calls.add(call.id)
             self._tokens[call.job] = self._tokens.get(call.job, 0) + call.tokens
 
-    def due(self, at_us: int) -> bool:
-        """Whether the open stretch has become too long to be kept in memory only."""
+    def due_us(self) -> int:
+        """When the open stretch has become too long to be kept in memory only."""
         shared = self.use.activity is Activity.BUSY and self.use.began_us is None
-        return at_us - self.cursor_us >= (SHARED_ROW_US if shared else ROW_US)
+        return self.cursor_us + (SHARED_ROW_US if shared else ROW_US)
+
+    def due(self, at_us: int) -> bool:
+        """Whether it has."""
+        return at_us >= self.due_us()
 
     def cut(self, at_us: int, running: Iterable[Call], cause: CauseId) -> list[Charge]:
         """Write down what has passed; the same use goes on with the ``running`` calls."""
         start_us, self.cursor_us = self.cursor_us, at_us
         tokens, calls = self._tokens, self._calls
-        self._tokens, self._calls = {}, set()
+        if calls:
+            self._tokens, self._calls = {}, set()
         for call in running:
             self.count(call)
         if at_us == start_us:
@@ -90,7 +95,9 @@ class Meter:
         only = next(iter(calls)) if use.call is None and len(calls) == 1 else use.call
         gpu_us = (at_us - start_us) * self._wpg.gpus
         payers: dict[JobId | None, int] = {None: gpu_us}
-        if use.jobs:
+        if len(use.jobs) == 1:
+            payers = dict.fromkeys(use.jobs, gpu_us)
+        elif use.jobs:
             payers = dict(split(gpu_us, {job: tokens.get(job, 0) for job in use.jobs}).items())
         return [
             Charge(

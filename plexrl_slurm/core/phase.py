@@ -129,12 +129,8 @@ class Phase:
 
     def remaining_us(self, kind: FunctionKind, at_us: int, estimates: Estimates) -> int:
         """Expected rest of the phase: never less than one function."""
-        function_us = estimates.function_us(self.job, kind)
-        total_us = estimates.phase_us(self.job, self.pool)
-        if total_us is None:
-            return function_us
         served_us = self.served_us + (at_us - self.busy_us if self.running else 0)
-        return max(function_us, total_us - served_us)
+        return estimates.left_us(self.job, kind, self.pool, served_us)
 
     def _stop(self, count: int, at_us: int) -> None:
         self.running -= count

@@ -49,22 +49,25 @@ class Planner:
                 lane.leaving = False
                 self._decide(lane, cause, out)
         if lane.up:
-            self._copy(lane, cause, out)
-            self._say_drained(lane, cause, out)
+            if lane.copies:
+                self._copy(lane, cause, out)
+            if lane.draining:
+                self._say_drained(lane, cause, out)
             if self.hints:
                 self._hint(lane, cause, out)
-        out = [*lane.account(cause), *out]
+        out[:0] = lane.account(cause)
         if lane.meter is not None:
-            for call in lane.calls():
-                lane.meter.count(call)
+            for run in lane.running.values():
+                if run.entry is not None:
+                    lane.meter.count(run.entry.call)
         return out
 
     def choose(self, lane: Lane) -> tuple[Choice, Tenant] | None:
         """Who is next, without doing anything about it."""
-        candidates = {c.key: c for c in self._candidates(lane)}
+        candidates = self._candidates(lane)
         if not candidates:
             return None
-        choice = self.policy.choose(tuple(candidates.values()), hysteresis=self.hysteresis)
+        choice = self.policy.choose(candidates, hysteresis=self.hysteresis)
         return choice, lane.tenants[choice.winner.key]
 
     # -- candidates -----------------------------------------------------------------------
@@ -95,12 +98,16 @@ class Planner:
 
     def _candidate(self, lane: Lane, tenant: Tenant) -> Candidate:
         books, now_us, head = self.books, lane.now_us, tenant.head()
+        estimates = books.estimates
+        if head is not None and tenant.program is not None and tenant is not lane.resident:
+            return self._absent(lane, tenant, head)
         if head is None:
             job, kind, waited_us = tenant.last_job, None, 0
             weight = max(m.priority for m in tenant.members.values() if m.job == job)
         else:
             call = head.call
-            job, kind, waited_us = call.job, call.kind, now_us - tenant.since_us()
+            job, kind = call.job, call.kind
+            waited_us = now_us - (head.ready_us if tenant.ready_us is None else tenant.ready_us)
             weight = tenant.members[call.deployment].priority
         phase = lane.phase(tenant, job)
         kind = kind or phase.last_kind or FunctionKind.SAMPLE
@@ -111,8 +118,8 @@ class Planner:
             weight=weight,
             waited_us=waited_us,
             switch_us=0 if resident else self._switch_us(lane, tenant),
-            remaining_us=phase.remaining_us(kind, now_us, books.estimates),
-            step_us=books.estimates.step_us(job),
+            remaining_us=phase.remaining_us(kind, now_us, estimates),
+            step_us=estimates.step_us(job),
             phase_waited_us=phase.waited_us,
             resident=resident,
             mid_phase=resident and phase.in_middle(),
@@ -121,6 +128,40 @@ class Planner:
             slack_us=0 if tenant.program is None else self._slack_us(job, now_us),
             attained_us=books.attained_us.get((lane.id, job), 0),
         )
+
+    def _absent(self, lane: Lane, tenant: Tenant, head: Entry) -> Candidate:
+        """Of one that waits to be trained, and is away. Most candidates are, at most decisions: as
+        long as it does not run and nothing is learned of its job, only instants change."""
+        books, job, ready_us = self.books, head.call.job, tenant.ready_us
+        waited_us = lane.now_us - (head.ready_us if ready_us is None else ready_us)
+        weight = tenant.members[head.call.deployment].priority
+        switch_us = self._switch_us(lane, tenant)
+        slack_us = self._slack_us(job, lane.now_us) if job in books.rollouts else 0
+        stamp = (lane, head, tenant.turn, ready_us, books.estimates.versions.get(job))
+        if tenant.weighed is not None and tenant.weighed[1] == stamp:
+            known = tenant.weighed[0]
+            known.weight, known.waited_us = weight, waited_us
+            known.switch_us, known.slack_us = switch_us, slack_us
+            return known
+        phase = lane.phase(tenant, job)
+        found = Candidate(
+            key=tenant.key,
+            job=job,
+            weight=weight,
+            waited_us=waited_us,
+            switch_us=switch_us,
+            remaining_us=phase.remaining_us(head.call.kind, lane.now_us, books.estimates),
+            step_us=books.estimates.step_us(job),
+            phase_waited_us=phase.waited_us,
+            resident=False,
+            mid_phase=False,
+            virtual=False,
+            turn=tenant.turn,
+            slack_us=slack_us,
+            attained_us=books.attained_us.get((lane.id, job), 0),
+        )
+        tenant.weighed = (found, stamp)
+        return found
 
     def _slack_us(self, job: JobId, now_us: int) -> int:
         """How long the job goes on sampling, if it does: a training phase is due at its end."""
@@ -133,9 +174,10 @@ class Planner:
         return max(0, total_us - rollout.served_us - (now_us - rollout.busy_us))
 
     def _switch_us(self, lane: Lane, tenant: Tenant) -> int:
-        moved = 0 if _is_created_here(tenant) else tenant.image_bytes
-        if lane.resident is not None and lane.resident.dirty:
-            moved += lane.resident.image_bytes
+        program, resident = tenant.program, lane.resident
+        moved = 0 if program is not None and program.image is None else tenant.image_bytes
+        if resident is not None and resident.dirty:
+            moved += resident.image_bytes
         return self.books.costs.estimate_us(lane.id, moved)
 
     # -- decisions ------------------------------------------------------------------------

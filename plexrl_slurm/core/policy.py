@@ -91,14 +91,19 @@ def guard(candidates: Sequence[Candidate]) -> Choice | None:
     switch takes. That exception lasts no longer than the switch itself.
     """
     best: tuple[tuple[int, int, int], Candidate] | None = None
+    someone = False
     for c in candidates:
-        excess = c.phase_waited_us + c.waited_us - 2 * c.step_us
+        waited_us, step_us = c.waited_us, c.step_us
+        someone = someone or waited_us >= step_us
+        excess = c.phase_waited_us + waited_us - 2 * step_us
         if excess >= 0 and not c.virtual:
-            rank = (excess, c.waited_us, -c.job)
+            rank = (excess, waited_us, -c.job)
             if best is None or rank > best[0]:
                 best = (rank, c)
     if best is not None:
         return Choice(winner=best[1], rule=Rule.LONG_OVERDUE)
+    if not someone:
+        return None
     late: tuple[tuple[float, int, int], Candidate] | None = None
     for c in candidates:
         if c.waited_us >= c.step_us and not c.virtual:
@@ -167,10 +172,10 @@ class AtcH:
         guarded = guard(candidates)
         if guarded is not None:
             return guarded
-        reach = self.look_ahead * sum(map(_work_us, candidates)) / len(candidates)
+        works = [_work_us(c) for c in candidates]
+        reach = self.look_ahead * sum(works) / len(candidates)
         best, most, resident, kept = candidates[0], (-1.0, 0, 0), None, 0.0
-        for c in candidates:
-            work = _work_us(c)
+        for c, work in zip(candidates, works, strict=True):
             index = c.weight / (work * c.step_us)
             if c.slack_us > work:
                 index *= exp((work - c.slack_us) / reach)
@@ -262,7 +267,7 @@ def _resident(candidates: Sequence[Candidate]) -> Candidate | None:
 
 
 def _work_us(c: Candidate) -> int:
-    return c.switch_us + max(1, c.remaining_us)
+    return c.switch_us + (c.remaining_us if c.remaining_us > 1 else 1)
 
 
 def _longest(candidates: Sequence[Candidate]) -> Candidate:

@@ -54,8 +54,6 @@ class SchedulerCore:
             image_every=image_every,
             hints=hints,
         )
-        #: When lanes want to be planned though nothing happens.
-        self._alarms_us: dict[WpgId, int] = {}
         #: The tick that was asked for last and has not come.
         self._armed_us: int | None = None
         #: It came, and nobody has looked yet whether another is needed.
@@ -70,17 +68,19 @@ class SchedulerCore:
     def plan(self, at_us: int, cause: CauseId) -> list[AnyInstruction]:
         """Decide for every WPG that changed; a second call without events decides nothing."""
         out: list[AnyInstruction] = []
-        stale, self._books.stale = self._books.stale, {}
+        books = self._books
+        stale, books.stale = books.stale, {}
         for lane in stale.values():
             if lane.wpg is None:
                 continue
-            lane.clamp(at_us)
+            if lane.clamp(at_us) < books.beat_us:
+                books.due_us = 0
             out += self._planner.plan(lane, cause)
         for lane in stale.values():
-            if (alarm_us := lane.alarm_us()) is None:
-                self._alarms_us.pop(lane.id, None)
-            else:
-                self._alarms_us[lane.id] = alarm_us
+            if (alarm_us := lane.alarm_us()) is not None:
+                books.alarms_us[lane.id] = alarm_us
+            elif lane.id in books.alarms_us:
+                del books.alarms_us[lane.id]
         if stale or self._rang:
             self._rang = False
             out += self._arm(cause)
@@ -88,9 +88,9 @@ class SchedulerCore:
 
     def _arm(self, cause: CauseId) -> list[AnyInstruction]:
         """Ask for a tick when the first lane wants it, unless one comes before that anyway."""
-        if not self._alarms_us:
+        if not self._books.alarms_us:
             return []
-        first_us = min(self._alarms_us.values())
+        first_us = min(self._books.alarms_us.values())
         if self._armed_us is not None and self._armed_us <= first_us:
             return []
         self._armed_us = first_us

@@ -133,8 +133,8 @@ class World:
         """Until every job has ended that can."""
         heap, seen = self._heap, 0
         while heap:
-            self.now_us = heap[0][0]
-            while heap and heap[0][0] == self.now_us:
+            now_us = self.now_us = heap[0][0]
+            while heap and heap[0][0] == now_us:
                 _, _, action, args = heapq.heappop(heap)
                 action(*args)
             if self._pass:
@@ -142,7 +142,8 @@ class World:
                 self.backlog.run(self.now_us, self._place, self._take)
                 self.mover.look()
             self.decisions += 1
-            self._do(self.core.plan(self.now_us, CAUSE))
+            if todo := self.core.plan(now_us, CAUSE):
+                self._do(todo)
             seen += 1
             if progress is not None and seen % 20_000 == 0:
                 progress(self)
@@ -150,7 +151,8 @@ class World:
     def send(self, event: AnyEvent) -> None:
         """Tell the core a fact."""
         self.events += 1
-        self._do(self.core.handle(event))
+        if todo := self.core.handle(event):
+            self._do(todo)
 
     # -- instructions ------------------------------------------------------------------------
     def _do(self, instructions: list[AnyInstruction]) -> None:
@@ -367,16 +369,11 @@ class World:
 
     def call(self, job: JobId, kind: FunctionKind, seq: int, length_us: int) -> None:
         """A controller asks for a function that takes so long."""
-        pool = Pool.ROLLOUT if kind is FunctionKind.SAMPLE else Pool.TRAIN
-        call = Call(
-            id=CallId(f"{pool}-{job}/{seq}"),
-            deployment=DeploymentId(f"{pool}-{job}"),
-            job=job,
-            kind=kind,
-            seq=seq,
-        )
+        samples = kind is FunctionKind.SAMPLE
+        name = DeploymentId(f"rollout-{job}" if samples else f"train-{job}")
+        call = Call(id=CallId(f"{name}/{seq}"), deployment=name, job=job, kind=kind, seq=seq)
         self._calls[call.id] = (call, length_us)
-        if pool is Pool.TRAIN:
+        if not samples:
             self._kept[job].append(call.id)
         self.send(CallArrived(call=call, at_us=self.now_us, cause=CAUSE))
 
