@@ -112,7 +112,7 @@ class World:
         self._heap: list[tuple[int, int, Callable[..., None], tuple[Any, ...]]] = []
         self._count = 0
         self._groups = 0
-        self.profiles = Profiles(cluster, plan)
+        self.profiles = Profiles(cluster, plan, (job.train.gpus for job in trace))
         #: Progress of the newest image of each deployment.
         self.images: dict[DeploymentId, tuple[int, int]] = {}
         #: Groups whose promises are to be looked at again.
@@ -370,6 +370,10 @@ class World:
     def call(self, job: JobId, kind: FunctionKind, seq: int, length_us: int) -> None:
         """A controller asks for a function that takes so long."""
         samples = kind is FunctionKind.SAMPLE
+        if not samples and kind is not FunctionKind.CREATE:
+            group = self.pools.groups.get(self.records[job].group)
+            if group is not None:  # else it is being emptied, and this runs elsewhere
+                length_us = int(length_us * group.members[job].factor(group.gpus))
         name = DeploymentId(f"rollout-{job}" if samples else f"train-{job}")
         call = Call(id=CallId(f"{name}/{seq}"), deployment=name, job=job, kind=kind, seq=seq)
         self._calls[call.id] = (call, length_us)
