@@ -33,6 +33,7 @@ from plexrl_slurm.daemons.damaged_images import DamagedImages
 from plexrl_slurm.daemons.hold_hygiene import refuse_others
 from plexrl_slurm.daemons.holds import HoldKeeper
 from plexrl_slurm.daemons.intake import Intake
+from plexrl_slurm.daemons.learning import HabitBook, LearningCore
 from plexrl_slurm.daemons.moves import Mover
 from plexrl_slurm.daemons.node_addresses import NodeAddresses
 from plexrl_slurm.daemons.placement import Placer
@@ -49,7 +50,6 @@ from plexrl_slurm.db import schema
 from plexrl_slurm.db.engine import open_database
 from plexrl_slurm.db.holds import newest_epoch
 from plexrl_slurm.db.store import Store
-from plexrl_slurm.journal import JournalledCore
 from plexrl_slurm.logs import say
 from plexrl_slurm.memory.files import storage_errors
 from plexrl_slurm.settings import Settings
@@ -140,7 +140,7 @@ class Daemon:
         endpoint = server.start(config.hold.agent_address)
         port = make_port(config)
         books = Accounting(writer, spool)
-        core = JournalledCore(
+        core = LearningCore(
             find_policy(config.policy),
             path=config.state_dir / "journal" / f"{epoch}.jsonl",
             prior=SwitchCosts(),
@@ -166,6 +166,12 @@ class Daemon:
             state=state,
             watch=watch,
         )
+        parts.habits = HabitBook(
+            partition=config.partition, guess=config.sharing.guess, writer=writer, state=state
+        )
+        parts.habits.inform(parts.placer, core.learner)
+        core.on_step = parts.habits.stepped
+        await parts.habits.read(store)
         service = PartitionService(parts)
         books.on_end = service.call_ended
         recovery = Recovery(parts, service)

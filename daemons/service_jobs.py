@@ -183,6 +183,9 @@ class PartitionService(EvictCalls):
         self.state.obstacles.pop(job_id, None)
         if live is not None:
             live.ended = True
+            if self._parts.habits is not None:
+                well = state is JobState.COMPLETED
+                self._parts.habits.ended(live, well=well, at_us=self.now_us())
             self._drop_all(live)
         await self.store.run(
             queue.finish,
