@@ -103,12 +103,17 @@ class Bench:
             self.feed(DeploymentPlaced(at_us=self.now, cause=C, deployment=deployment))
         self.call(job, FunctionKind.CREATE, S // 10)
 
-    def call(self, job: int, kind: FunctionKind, length_us: int, **facts: int) -> CallId:
+    def call(self, job: int, kind: FunctionKind, length_us: int, tokens: int = 0) -> CallId:
         pool = Pool.ROLLOUT if kind is FunctionKind.SAMPLE else Pool.TRAIN
         name = DeploymentId(f"{pool}-{job}")
         seq = self.seqs[name] = self.seqs.get(name, -1) + 1
         call = Call(
-            id=CallId(f"{name}/{seq}"), deployment=name, job=JobId(job), kind=kind, seq=seq, **facts
+            id=CallId(f"{name}/{seq}"),
+            deployment=name,
+            job=JobId(job),
+            kind=kind,
+            seq=seq,
+            tokens=tokens,
         )
         self.lengths[call.id] = length_us
         self.feed(CallArrived(at_us=self.now, cause=C, call=call))
