@@ -143,6 +143,23 @@ class HabitBook:
         model = job.models[0] if job.models else ""
         return "a guess" if self._like(job, model, self._gpus(job)) is None else "earlier jobs"
 
+    def view(self, job: LiveJob) -> dict[str, Any]:
+        """What is believed of it, for programs and people."""
+        model = job.models[0] if job.models else ""
+        found = self.habits_of(job, model, self._gpus(job))
+        own = self._own.get(job.id)
+        return {
+            "from": self.source(job),
+            "steps": 0 if own is None else own.steps,
+            "step_us": found.train.step_us,
+            "train_us": found.train.phase_us,
+            "function_us": found.train.function_us,
+            "sample_us": found.rollout.phase_us,
+            "switch_us": found.train.switch_us,
+            "overlaps": found.train.overlaps,
+            "expected_end_us": self.expected_end_us(job, now_us()),
+        }
+
     def expected_end_us(self, job: LiveJob, at_us: int) -> int | None:
         """By its time limit, and by how its like have run; ``None``: nobody knows."""
         ends = [self._limit_end_us(job, at_us), self._usual_end_us(job, at_us)]

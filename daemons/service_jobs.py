@@ -250,6 +250,10 @@ class PartitionService(EvictCalls):
         elif found := self.state.obstacles.get(JobId(row["job_id"])):
             row["reason_word"] = word_of(found)
 
+    def _habits(self, job_id: JobId) -> dict[str, Any] | None:
+        book, live = self._parts.habits, self.state.jobs.get(job_id)
+        return None if book is None or live is None else book.view(live)
+
     async def explain_job(self, who: Principal, job_id: JobId) -> dict[str, Any]:
         row = await self.owned(who, job_id)
         views = await self.store.read(
@@ -275,6 +279,7 @@ class PartitionService(EvictCalls):
         return {
             "job": views[0] if views else {},
             "obstacles": [each.view(now_us) for each in self.state.obstacles.get(job_id, ())],
+            "habits": self._habits(job_id),
             "sentences": sentences[:20],
             "story": [
                 {"at_us": line.at_us, "kind": line.kind, "text": line.text} for line in story

@@ -1,6 +1,8 @@
-"""A third job waits while it would break a promise, is told so, and comes in when one ends."""
+"""Promises and what they go by: a third job waits, is told why, and comes in when one ends."""
 
+import gc
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +11,27 @@ from click.testing import CliRunner
 
 from plexrl_slurm.cli.main import cli
 from plexrl_slurm.slurm.port import BatchJob
+from tests.scenarios.controller import train
 from tests.scenarios.partition import Job, Partition, running, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+#: The SDK leaves its connections to the garbage collector.
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(180),
+    pytest.mark.filterwarnings(
+        "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+    ),
+]
 
 #: Two such jobs keep a promise of 1.05 on one WPG of each pool, three do not.
 SHARING = {"placement": "fit", "max_slowdown": 1.05}
+
+
+@pytest.fixture(autouse=True)
+def collected() -> Iterator[None]:
+    """What the SDK left is collected while its warnings are ignored."""
+    yield
+    gc.collect()
 
 
 def submit(partition: Partition) -> tuple[int, str]:
@@ -72,3 +89,30 @@ def test_the_third_waits_for_a_promise_and_comes_when_one_ends(tmp_path: Path, m
             assert client.explain(third)["obstacles"] == []
             row = json.dumps(client.job(number))
             assert "train-0" in row
+
+
+def test_what_a_job_is_like_is_learned_and_believed_of_the_next_one(
+    tmp_path: Path, model: Path
+) -> None:
+    slow = {"delay_us": {"forward_backward": 30_000, "optim_step": 20_000}}
+    with running(tmp_path, model=model, train=slow, sharing=SHARING) as partition:
+        first = Job(partition, seed=1, models=["tiny"])
+        with partition.client() as client:
+            assert client.explain(first.id)["habits"]["from"] == "a guess"
+            train(first, steps=8)
+            habits = client.explain(first.id)["habits"]
+        assert habits["from"] == "its own steps"
+        assert habits["steps"] >= 5
+        assert 80_000 <= habits["train_us"] < habits["step_us"]
+        assert 30_000 <= habits["function_us"] < habits["train_us"]
+        assert "(by its own steps)" in plexrl(partition, "explain", str(first.slurm_id))
+        first.cancel()
+        partition.stop_daemon()
+        partition.start()
+        again = Job(partition, seed=2, models=["tiny"])
+        with partition.client() as client:
+            known = client.explain(again.id)["habits"]
+        assert known["from"] == "earlier jobs"
+        assert known["train_us"] == pytest.approx(habits["train_us"], rel=0.5)
+        ((steps,),) = partition.query("select json_extract(learned, '$.steps') from profiles")
+        assert steps >= 5
