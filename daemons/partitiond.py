@@ -38,6 +38,7 @@ from plexrl_slurm.daemons.moves import Mover
 from plexrl_slurm.daemons.node_addresses import NodeAddresses
 from plexrl_slurm.daemons.placement import Placer
 from plexrl_slurm.daemons.recovery import Recovery
+from plexrl_slurm.daemons.relief import Relief
 from plexrl_slurm.daemons.service_base import Parts
 from plexrl_slurm.daemons.service_jobs import PartitionService
 from plexrl_slurm.daemons.shell import Shell
@@ -189,7 +190,8 @@ class Daemon:
         hub.on_left = DamagedImages(parts).met
         parts.hub = shell.orders = hub
         mover = Mover(parts, service, recovery)
-        shell.on_drained = mover.wpg_drained
+        relief = Relief(parts, mover)
+        shell.on_drained, parts.habits.on_news = relief.drained, relief.heard_news
         keeper = parts.holds = HoldKeeper(parts, hub, mover, endpoint=endpoint)
         if config.backend == "slurm":
             await watch.look()
@@ -218,6 +220,7 @@ class Daemon:
             *([Usage(parts).run()] if config.slurm is not None else []),
             watch.run(),
             keeper.run(),
+            relief.run(),
         ]
         tasks = [asyncio.create_task(work) for work in running]
         ends = [asyncio.create_task(event.wait()) for event in (self._stop, parts.release)]
