@@ -11,6 +11,7 @@ from plexrl_slurm.core.errors import (
     UnknownModel,
 )
 from plexrl_slurm.core.ids import JobId
+from plexrl_slurm.core.obstacles import Obstacle
 from plexrl_slurm.daemons.controllers import Controllers
 from plexrl_slurm.daemons.job_views import live_job
 from plexrl_slurm.daemons.recovery import LEASE_US
@@ -124,21 +125,24 @@ class Intake:
                 await self._controllers.give_up(job, job.unfit)
                 continue
             if not obstacles:
+                parts.state.obstacles.pop(job.id, None)
                 await self._admit(row, job)
             elif await self._unclaim(job, obstacles):
                 parts.state.waiting_since_us = row.submitted_us
                 return
 
-    async def _unclaim(self, job: LiveJob, obstacles: Sequence[str]) -> bool:
+    async def _unclaim(self, job: LiveJob, obstacles: Sequence[Obstacle]) -> bool:
+        self._parts.state.obstacles[job.id] = tuple(obstacles)
         try:
             await self._parts.store.run(
                 queue.unclaim,
                 job.id,
                 owner=str(self._parts.epoch),
-                obstacles=obstacles,
+                obstacles=[each.sentence for each in obstacles],
                 now_us=self._service.now_us(),
             )
         except InvalidTransition:
+            self._parts.state.obstacles.pop(job.id, None)
             say(log, "ended_while_claimed", job=job.id)
             return False
         return True

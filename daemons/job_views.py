@@ -6,6 +6,7 @@ from typing import Any
 
 from plexrl_slurm.core.ids import CallId, DeploymentId, JobId, SlurmId
 from plexrl_slurm.core.messages import Call
+from plexrl_slurm.core.obstacles import WORDS, ObstacleKind
 from plexrl_slurm.core.states import JobState
 from plexrl_slurm.daemons.state import LiveJob
 from plexrl_slurm.db import queue, views
@@ -17,6 +18,10 @@ USER_HOLD = "hold"
 RELEASED = "released"
 #: Likewise: how often Slurm has requeued it, as far as was noticed.
 RESTARTS = "restarts"
+#: Of the user: how much slower than alone the job may become.
+PROMISE = "max_slowdown"
+#: Likewise, in microseconds, where Slurm does not know it.
+TIME_LIMIT = "time_limit_us"
 
 
 def live_job(row: JobRow) -> LiveJob:
@@ -35,7 +40,24 @@ def live_job(row: JobRow) -> LiveJob:
         user_held=row.options.get(USER_HOLD) == "user",
         released=RELEASED in row.options,
         restarts=int(row.options.get(RESTARTS, 0)),
+        max_slowdown=promised(row),
+        started_us=row.started_us,
+        time_limit_us=_limit(row),
     )
+
+
+def promised(row: JobRow) -> float | None:
+    """The slowdown that its user asked for; ``None``: none, or one that makes no sense."""
+    try:
+        found = float(row.options[PROMISE])
+    except (KeyError, TypeError, ValueError):
+        return None
+    return found if found >= 1 else None
+
+
+def _limit(row: JobRow) -> int | None:
+    found = row.options.get(TIME_LIMIT)
+    return int(found) if isinstance(found, str) and found.isdecimal() else None
 
 
 def call_kinds(row: CallRow) -> Call:
@@ -80,6 +102,8 @@ def job_views(
             "partition": row.partition,
             "state": str(row.state),
             "reason": row.reason,
+            "reason_word": _word(row),
+            "max_slowdown": promised(row),
             "submitted_us": row.submitted_us,
             "started_us": row.started_us,
             "ended_us": row.ended_us,
@@ -90,9 +114,18 @@ def job_views(
             "models": row.models,
             "script": row.script,
             "seed": row.seed,
+            "priority": row.priority,
+            "options": dict(row.options),
         }
         for row in rows
     ]
+
+
+def _word(row: JobRow) -> str:
+    """Of one that waits for its turn; who knows more says more."""
+    if row.state is not JobState.PENDING or row.slurm_id is None:
+        return ""
+    return WORDS[ObstacleKind.PRIORITY]
 
 
 def _elapsed(started_us: int | None, ended_us: int | None, now_us: int) -> int:

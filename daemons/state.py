@@ -6,6 +6,7 @@ from typing import Any
 
 from plexrl_slurm.core.ids import CallId, DeploymentId, JobId, SlurmId, WpgId
 from plexrl_slurm.core.messages import Pool
+from plexrl_slurm.core.obstacles import Obstacle
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +37,14 @@ class LiveJob:
     released: bool = False
     #: How often Slurm has requeued its controller, as far as is known here.
     restarts: int = 0
+    #: What it said it would use, and has used.
+    models: tuple[str, ...] = ()
+    #: How much slower than alone it may become; ``None``: what the partition promises.
+    max_slowdown: float | None = None
+    started_us: int | None = None
+    #: Of its controller; and when Slurm says that it ends it.
+    time_limit_us: int | None = None
+    limit_end_us: int | None = None
     #: Why it cannot go on under the partition's present configuration.
     unfit: str = ""
 
@@ -119,5 +128,7 @@ class State:
     snapshots: dict[DeploymentId, LiveSnapshot] = field(default_factory=dict)
     samplers: dict[str, Sampler] = field(default_factory=dict)
     draining: bool = False
+    #: Of jobs that found no place when they were last looked at.
+    obstacles: dict[JobId, tuple[Obstacle, ...]] = field(default_factory=dict)
     #: Since when the oldest job has waited that found no place; ``None``: nobody waits so.
     waiting_since_us: int | None = None

@@ -120,8 +120,15 @@ def _request(
         output=output,
         error=error,
         time_limit_us=None if seconds is None else seconds * 1_000_000,
-        options={} if slowdown is None else {"max_slowdown": str(slowdown)},
+        options=_options(slowdown, seconds),
     )
+
+
+def _options(slowdown: float | None, seconds: int | None) -> dict[str, str]:
+    found = {"max_slowdown": slowdown}
+    if seconds is not None:
+        found["time_limit_us"] = seconds * 1_000_000
+    return {name: str(value) for name, value in found.items() if value is not None}
 
 
 def _or(*values: int | None) -> int:
