@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
 
 from plexrl_slurm.core.grouping import Home, Member, Why
 from plexrl_slurm.core.ids import JobId
-
-HOUR_US: Final = 3_600_000_000
+from plexrl_slurm.core.priority import in_order
+from plexrl_slurm.core.turns import HOUR_US as HOUR_US
+from plexrl_slurm.core.turns import TurnRules, Walk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,19 +53,27 @@ class Backlog:
         A shape that found no GPUs finds none later in the pass either: nothing is given back
         while it lasts.
         """
-        order = sorted(self.jobs.values(), key=lambda w: (-w.priority, w.since_us, w.member.job))
-        failed: dict[tuple[int, int], Why] = {}
-        for waiting in order[: self.depth]:
+        order = in_order(
+            self.jobs.values(),
+            at_us=at_us,
+            guard_us=self.guard_us,
+            priority=lambda waiting: waiting.priority,
+            since_us=lambda waiting: waiting.since_us,
+            number=lambda waiting: waiting.member.job,
+        )
+        rules = TurnRules(backfill=self.backfill, guard_us=self.guard_us, depth=self.depth)
+        walk: Walk[Why] = Walk(rules, at_us)
+        for waiting in order:
+            if walk.ended is not None:
+                break
             member = waiting.member
             shape = (member.train_gpus, member.rollout_gpus)
-            answer = failed.get(shape) or place(member)
+            answer = walk.look(shape) or place(member)
             if isinstance(answer, Home):
                 del self.jobs[member.job]
                 self.why.pop(member.job, None)
                 take(member, answer)
                 continue
             self.why[member.job] = answer
-            if answer in (Why.TRAIN_GPUS, Why.ROLLOUT_GPUS):
-                failed[shape] = answer
-            if not self.backfill or at_us - waiting.since_us >= self.guard_us:
-                break
+            lasts = answer in (Why.TRAIN_GPUS, Why.ROLLOUT_GPUS)
+            walk.fails(answer, since_us=waiting.since_us, shape=shape if lasts else None)
