@@ -41,8 +41,7 @@ def starts(
     rules: TurnRules = RULES,
 ) -> dict[int, Expected]:  # fmt: skip
     urgent = priority or {}
-    return dict(
-        expected_starts(
+    found = expected_starts(
             waiting,
             ends_us={JobId(job): end for job, end in ends.items()},
             now_us=now_us,
@@ -50,7 +49,7 @@ def starts(
             priority=lambda job, at_us: urgent.get(job, 0.0),
             room=Counted(slots, len(ends), kept_out),
         )
-    )
+    return {int(job): each for job, each in found.items()}
 
 
 def test_each_starts_when_one_before_it_ends() -> None:
