@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from plexrl_slurm.core.ids import CallId, DeploymentId, JobId, SlurmId
+from plexrl_slurm.core.limits import HeldKind, Qos
 from plexrl_slurm.core.messages import Call
 from plexrl_slurm.core.states import JobState
 from plexrl_slurm.daemons.state import LiveJob
@@ -19,8 +20,8 @@ RELEASED = "released"
 RESTARTS = "restarts"
 
 
-def live_job(row: JobRow) -> LiveJob:
-    """What is kept in memory of a claimed or running job."""
+def live_job(row: JobRow, qos: Qos | None = None) -> LiveJob:
+    """What is kept in memory of a claimed or running job; ``qos``: the one that it asked for."""
     started = row.state is JobState.RUNNING
     return LiveJob(
         id=JobId(row.id),
@@ -28,7 +29,8 @@ def live_job(row: JobRow) -> LiveJob:
         user=row.user,
         name=row.name,
         seed=row.seed,
-        priority=row.priority,
+        priority=row.priority * (1 if qos is None else qos.weight),
+        reserved=qos is not None and qos.reserved,
         slurm_id=SlurmId(row.slurm_id or ""),
         running=started,
         started=started,
@@ -80,6 +82,7 @@ def job_views(
             "partition": row.partition,
             "state": str(row.state),
             "reason": row.reason,
+            "reason_word": _word(row),
             "submitted_us": row.submitted_us,
             "started_us": row.started_us,
             "ended_us": row.ended_us,
@@ -90,9 +93,17 @@ def job_views(
             "models": row.models,
             "script": row.script,
             "seed": row.seed,
+            "priority": row.priority,
+            "options": dict(row.options),
         }
         for row in rows
     ]
+
+
+def _word(row: JobRow) -> str:
+    """Of one that waits for its turn; who knows more says more."""
+    waits = row.state is JobState.PENDING and row.slurm_id is not None
+    return str(HeldKind.PRIORITY) if waits else ""
 
 
 def _elapsed(started_us: int | None, ended_us: int | None, now_us: int) -> int:

@@ -232,6 +232,8 @@ class PartitionService(EvictCalls):
         for row in rows:
             live = self.state.jobs.get(JobId(row["job_id"]))
             row["wpgs"] = sorted(live.homes.values()) if live is not None else []
+            if found := self.state.obstacles.get(JobId(row["job_id"])):
+                row["reason_word"] = found[0].word
         return rows
 
     async def explain_job(self, who: Principal, job_id: JobId) -> dict[str, Any]:
@@ -253,8 +255,10 @@ class PartitionService(EvictCalls):
             if (sentence := self.why_call_waits(entry.call.id))
         ]
         sentences = list(dict.fromkeys([*self.why_not_admitted(row), *waiting])) or [_how(row)]
+        found = self.state.obstacles.get(job_id, ())
         return {
             "job": views[0] if views else {},
+            "obstacles": [each.view(self.now_us()) for each in found],
             "sentences": sentences[:20],
             "story": [
                 {"at_us": line.at_us, "kind": line.kind, "text": line.text} for line in story

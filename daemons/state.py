@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from plexrl_slurm.core.ids import CallId, DeploymentId, JobId, SlurmId, WpgId
+from plexrl_slurm.core.limits import Held
 from plexrl_slurm.core.messages import Pool
 
 
@@ -17,6 +18,7 @@ class LiveJob:
     user: str
     name: str
     seed: int
+    #: The scheduler's weight: its own priority times its QOS's weight.
     priority: int
     slurm_id: SlurmId
     #: Its controller runs now.
@@ -36,6 +38,8 @@ class LiveJob:
     released: bool = False
     #: How often Slurm has requeued its controller, as far as is known here.
     restarts: int = 0
+    #: It may have what the reservation keeps free.
+    reserved: bool = False
     #: Why it cannot go on under the partition's present configuration.
     unfit: str = ""
 
@@ -119,5 +123,7 @@ class State:
     snapshots: dict[DeploymentId, LiveSnapshot] = field(default_factory=dict)
     samplers: dict[str, Sampler] = field(default_factory=dict)
     draining: bool = False
+    #: Of jobs that found no place when they were last looked at.
+    obstacles: dict[JobId, tuple[Held, ...]] = field(default_factory=dict)
     #: Since when the oldest job has waited that found no place; ``None``: nobody waits so.
     waiting_since_us: int | None = None

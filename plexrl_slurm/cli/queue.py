@@ -85,7 +85,11 @@ def _running_us(job: Mapping[str, Any]) -> int:
 def _where(job: Mapping[str, Any], *, whole: bool) -> str:
     if job["state"] == "running" and job["wpgs"]:
         return ",".join(job["wpgs"])
-    reason = str(job["reason"] or "None")
+    word, reason = str(job.get("reason_word") or ""), str(job["reason"] or "None")
+    if word and not whole:
+        return f"({word})"
+    if word:
+        return f"({word}: {reason})"
     if not whole and len(reason) > _REASON_WIDTH:
         reason = f"{reason[: _REASON_WIDTH - 3].rstrip(' ,:;')}..."
     return f"({reason})"

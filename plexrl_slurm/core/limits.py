@@ -33,8 +33,6 @@ class HeldKind(StrEnum):
     PRIORITY = "Priority"
     RESERVATION = "Reservation"
     INVALID_QOS = "InvalidQOS"
-    INVALID_ACCOUNT = "InvalidAccount"
-    DRAINING = "PartitionInactive"
     USER_JOBS = "AssocMaxJobsLimit"
     ACCOUNT_JOBS = "AssocGrpJobsLimit"
     QOS_JOBS = "QOSGrpJobsLimit"
@@ -57,6 +55,19 @@ class Held:
 
     kind: HeldKind
     sentence: str
+
+    @property
+    def word(self) -> str:
+        """For squeue."""
+        return str(self.kind)
+
+    def told(self, _now_us: int) -> str:
+        """The sentence."""
+        return self.sentence
+
+    def view(self, _now_us: int) -> dict[str, object]:
+        """For programs."""
+        return {"kind": str(self.kind), "word": self.word, "sentence": self.sentence}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
