@@ -51,7 +51,7 @@ def test_a_job_is_queued_submitted_held_and_bound(
         "priority": 1,
         "seed": 5,
         "script": "count.sh",
-        "options": {},
+        "options": {"time_limit_us": "600000000"},
     }
     assert daemon.body("POST /jobs/7/bind") == {"slurm_id": "1"}
     (job,) = held_jobs(home)
