@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from plexrl_slurm.core.ids import CallId, DeploymentId, JobId, SlurmId
-from plexrl_slurm.core.limits import HeldKind, Qos
+from plexrl_slurm.core.limits import Qos
 from plexrl_slurm.core.messages import Call
+from plexrl_slurm.core.obstacles import WORDS, ObstacleKind
 from plexrl_slurm.core.states import JobState
 from plexrl_slurm.daemons.state import LiveJob
 from plexrl_slurm.db import queue, views
@@ -18,6 +19,8 @@ USER_HOLD = "hold"
 RELEASED = "released"
 #: Likewise: how often Slurm has requeued it, as far as was noticed.
 RESTARTS = "restarts"
+#: Of the user: how much slower than alone the job may become.
+PROMISE = "max_slowdown"
 
 
 def live_job(row: JobRow, qos: Qos | None = None) -> LiveJob:
@@ -37,7 +40,18 @@ def live_job(row: JobRow, qos: Qos | None = None) -> LiveJob:
         user_held=row.options.get(USER_HOLD) == "user",
         released=RELEASED in row.options,
         restarts=int(row.options.get(RESTARTS, 0)),
+        max_slowdown=promised(row),
+        started_us=row.started_us,
     )
+
+
+def promised(row: JobRow) -> float | None:
+    """The slowdown that its user asked for; ``None``: none, or one that makes no sense."""
+    try:
+        found = float(row.options[PROMISE])
+    except (KeyError, TypeError, ValueError):
+        return None
+    return found if found >= 1 else None
 
 
 def call_kinds(row: CallRow) -> Call:
@@ -83,6 +97,7 @@ def job_views(
             "state": str(row.state),
             "reason": row.reason,
             "reason_word": _word(row),
+            "max_slowdown": promised(row),
             "submitted_us": row.submitted_us,
             "started_us": row.started_us,
             "ended_us": row.ended_us,
@@ -102,8 +117,9 @@ def job_views(
 
 def _word(row: JobRow) -> str:
     """Of one that waits for its turn; who knows more says more."""
-    waits = row.state is JobState.PENDING and row.slurm_id is not None
-    return str(HeldKind.PRIORITY) if waits else ""
+    if row.state is not JobState.PENDING or row.slurm_id is None:
+        return ""
+    return WORDS[ObstacleKind.PRIORITY]
 
 
 def _elapsed(started_us: int | None, ended_us: int | None, now_us: int) -> int:

@@ -1,30 +1,30 @@
 """Where a job's deployments live: knows what is placed, and asks ``core.admission``."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 
-from plexrl_slurm.core.admission import (
-    Obstacle,
-    ObstacleKind,
-    Placement,
-    Site,
-    Tenancy,
-    Wanted,
-    host_need,
-    place,
-)
+from plexrl_slurm.core.admission import Placement, place
 from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import BadInput, ModelTooLarge, UnknownModel
-from plexrl_slurm.core.ids import WpgId
+from plexrl_slurm.core.grouping import Placement as Way
+from plexrl_slurm.core.grouping import Rules
+from plexrl_slurm.core.ids import JobId, WpgId
 from plexrl_slurm.core.messages import Pool
+from plexrl_slurm.core.obstacles import Obstacle, ObstacleKind
+from plexrl_slurm.core.profiles import Habits
+from plexrl_slurm.core.sites import Applicant, Partition, Settled, Site, host_need
 from plexrl_slurm.daemons.layout import HeldWpg
 from plexrl_slurm.daemons.state import LiveJob, State
 from plexrl_slurm.settings import Settings, WpgSettings
 
+#: What a job is like on WPGs of so many GPUs, when it uses a model.
+HabitsOf = Callable[[LiveJob, str, int], Habits]
+
 
 class Placer:
     """Home WPGs of jobs. A job has one home in each pool, fixed when it is first needed; it
-    changes only when the home is given back or lost."""
+    changes only when the home is given back or lost, or when promises would break."""
 
     def __init__(self, state: State, settings: Settings) -> None:
         #: Every WPG that is held now.
@@ -33,94 +33,185 @@ class Placer:
         self.draining: set[WpgId] = set()
         #: Why there are not more of them; for whoever finds no place.
         self.why_no_more = ""
+        guessed = settings.sharing.guess.habits()
+        #: What is known of jobs; a guess until somebody knows more.
+        self.habits_of: HabitsOf = lambda _job, _model, _gpus: guessed
+        #: When a job is expected to end.
+        self.ends_of: Callable[[LiveJob], int | None] = lambda _job: None
+        self.rules = settings.sharing.rules
+        self._promise = settings.sharing.max_slowdown
         self._state, self._models = state, settings.models
         self._host_bytes, self._tables = settings.host_bytes, settings.wpgs
         self._nvme_bytes = settings.nvme_bytes if settings.nvme_dir is not None else 0
         self._memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
+    # -- what the daemon asks ----------------------------------------------------------------
     def restore(self, job: LiveJob, homes: Mapping[str, str], models: Sequence[str]) -> None:
         """What an earlier daemon decided for ``job``."""
         job.homes |= {Pool(pool): WpgId(wpg) for pool, wpg in homes.items()}
         known = [model for name in models if (model := self._find(name)) is not None]
+        job.models = tuple(model.name for model in known)
         for model in known:
-            for pool in Pool:
-                size = Wanted(model=model, pool=pool).image_bytes
-                if pool in job.homes:
-                    job.declared.append((pool, size))
+            job.declared += [(pool, _size(model, pool)) for pool in Pool if pool in job.homes]
 
-    def admit(self, job: LiveJob, models: Sequence[str]) -> tuple[str, ...]:
+    def admit(self, job: LiveJob, models: Sequence[str]) -> tuple[Obstacle, ...]:
         """Fix the homes of a job that declares ``models``; or say every obstacle, and fix none.
 
         Raises ``ModelTooLarge`` if it can never be placed, and ``UnknownModel`` if the catalogue
         has lost a model since.
         """
-        wanted = [Wanted(model=self._model(name), pool=pool) for name in models for pool in Pool]
-        found = self._place(wanted, self._tenancies())
+        found = self.would_place(job, models)
         if not isinstance(found, Placement):
-            sentences = [obstacle.sentence for obstacle in found]
-            return (*sentences, self.why_no_more) if self.why_no_more else tuple(sentences)
-        for want, home in zip(wanted, found.homes, strict=True):
-            job.homes.setdefault(want.pool, home)
-            job.declared.append((want.pool, want.image_bytes))
+            more = Obstacle(kind=ObstacleKind.NO_WPG, sentence=self.why_no_more)
+            return (*found, more) if self.why_no_more else found
+        for pool, home in found.homes.items():
+            job.homes.setdefault(pool, home)
+        specs = [self._model(name) for name in models]
+        job.models = tuple(spec.name for spec in specs)
+        job.declared += [(pool, _size(spec, pool)) for spec in specs for pool in Pool]
         return ()
+
+    def would_place(
+        self, job: LiveJob, models: Sequence[str], *, ended: Collection[JobId] = ()
+    ) -> Placement | tuple[Obstacle, ...]:
+        """The homes that ``job`` would get now, if the jobs ``ended`` were gone; changes nothing.
+
+        Raises as :meth:`admit` does.
+        """
+        specs = [self._model(name) for name in models]
+        if not specs:
+            return Placement(homes={})
+        who = self._applicant(job, specs)
+        return self._place(who, self.partition(without=ended, but=job), self.rules)
 
     def home(self, job: LiveJob, pool: Pool, model: ModelSpec) -> WpgId:
         """The job's WPG in ``pool``. Raises ``BadInput`` where there is none with room, and
-        ``ModelTooLarge`` where there never will be."""
+        ``ModelTooLarge`` where there never will be.
+
+        A job that has not said what it will use is promised nothing, and goes where it disturbs
+        least: its call cannot wait.
+        """
         if pool not in job.homes:
-            wanted = [Wanted(model=model, pool=pool)]
-            found = self._place(wanted, self._tenancies())
+            who = self._applicant(job, [model])
+            found = self._where_least(who, self.partition(), pool)
             if not isinstance(found, Placement):
-                raise BadInput(_all(found))
-            job.homes[pool] = found.homes[0]
+                raise BadInput("; ".join(obstacle.sentence for obstacle in found))
+            job.homes[pool] = found.homes[pool]
+            if model.name not in job.models:
+                job.models = (*job.models, model.name)
         return job.homes[pool]
 
     def rehome(self, job: LiveJob, pool: Pool) -> WpgId | None:
-        """Another home for everything that ``job`` has in ``pool``; ``None``: there is no room."""
-        models = {
-            live.model
-            for live in (
-                self._state.deployments if pool is Pool.TRAIN else self._state.snapshots
-            ).values()
-            if live.job == job.id and not live.dropped
-        }
-        wanted = [Wanted(model=self._models[name], pool=pool) for name in sorted(models)]
-        if not wanted:  # then what it said it would create
-            all_models = (Wanted(model=model, pool=pool) for model in self._models.values())
-            wanted = [each for each in all_models if (pool, each.image_bytes) in job.declared]
-        if not wanted:
+        """Another home for everything that ``job`` has in ``pool``; ``None``: there is no room.
+
+        It has lost the one it had: rather than wait it goes where it disturbs least.
+        """
+        who = self._resident(job)
+        if not who.images(pool):
             return None
-        largest = max(wanted, key=lambda want: want.image_bytes)
-        found = self._place([largest], self._tenancies(but=job))
-        return found.homes[0] if isinstance(found, Placement) else None
+        found = self._where_least(who, self.partition(but=job, pool=pool), pool)
+        return found.homes[pool] if isinstance(found, Placement) else None
+
+    def partition(
+        self,
+        *,
+        without: Collection[JobId] = (),
+        but: LiveJob | None = None,
+        pool: Pool | None = None,
+    ) -> Partition:
+        """What is held and who lives there; ``but`` has no home, or none in ``pool``."""
+        settled = []
+        for job in self._state.jobs.values():
+            if job.id in without:
+                continue
+            homes = dict(job.homes)
+            if job is but:
+                homes = {each: wpg for each, wpg in homes.items() if pool not in (None, each)}
+            settled.append(Settled(who=self._resident(job), homes=homes))
+        return Partition(sites=self._sites(), settled=settled)
+
+    def promise(self, job: LiveJob) -> float:
+        """How much slower than alone it may become."""
+        return job.max_slowdown if job.max_slowdown is not None else self._promise
+
+    # -- asking the core ---------------------------------------------------------------------
+    def _where_least(
+        self, who: Applicant, partition: Partition, pool: Pool
+    ) -> Placement | tuple[Obstacle, ...]:
+        found = self._place(who, partition, self.rules, pools=(pool,))
+        if isinstance(found, Placement) or self.rules.placement is not Way.FIT:
+            return found
+        rules = replace(self.rules, placement=Way.SPREAD, most=max(1, len(self._state.jobs)) + 1)
+        return self._place(who, partition, rules, pools=(pool,))
 
     def _place(
-        self, wanted: Sequence[Wanted], tenancies: Sequence[Tenancy]
+        self,
+        who: Applicant,
+        partition: Partition,
+        rules: Rules,
+        *,
+        pools: Sequence[Pool] = tuple(Pool),
     ) -> Placement | tuple[Obstacle, ...]:
         try:
-            return place(wanted, sites=self._sites(), tenancies=tenancies)
+            return place(who, partition, rules, pools=pools)
         except ModelTooLarge:
-            if not all(self._may_fit(want) for want in wanted):
+            if not all(self._may_fit(image, pool) for pool in pools for image in who.images(pool)):
                 raise
         return tuple(
             Obstacle(
                 kind=ObstacleKind.NO_WPG,
-                model=want.model.name,
-                pool=want.pool,
-                wpg=None,
-                needed_bytes=want.image_bytes,
-                free_bytes=0,
-                sentence=f"model {want.model.name} needs a larger {want.pool} WPG than is held",
+                pool=pool,
+                sentence=f"model {name} needs a larger {pool} WPG than is held",
             )
-            for want in wanted
+            for pool in pools
+            for name in who.models
         )
 
-    def _may_fit(self, want: Wanted) -> bool:
+    def _applicant(self, job: LiveJob, models: Sequence[ModelSpec]) -> Applicant:
+        main = models[0].name if models else ""
+        sizes = {held.wpg.gpus for held in self.wpgs.values()} or {1}
+        return Applicant(
+            job=job.id,
+            label=f"job {job.slurm_id} ({job.user})",
+            models=tuple(model.name for model in models),
+            train_images=tuple(model.train_bytes for model in models),
+            rollout_images=tuple(model.weights_bytes for model in models),
+            habits={gpus: self.habits_of(job, main, gpus) for gpus in sorted(sizes)},
+            max_slowdown=self.promise(job),
+            ends_us=self.ends_of(job),
+        )
+
+    def _resident(self, job: LiveJob) -> Applicant:
+        """A job with what lives of it now, or what it has declared and not created yet."""
+        specs = [self._models[name] for name in job.models if name in self._models]
+        live = [
+            self._models[d.model].train_bytes
+            for d in self._state.deployments.values()
+            if d.job == job.id and not d.dropped
+        ]
+        declared = {pool: [size for where, size in job.declared if where is pool] for pool in Pool}
+        weights = {
+            snapshot.model: self._models[snapshot.model].weights_bytes
+            for snapshot in self._state.snapshots.values()
+            if snapshot.job == job.id and not snapshot.dropped
+        }
+        sampled = list(weights.values())
+        trained, told = declared[Pool.TRAIN], declared[Pool.ROLLOUT]
+        return replace(
+            self._applicant(job, specs),
+            train_images=tuple(live if len(live) > len(trained) else trained),
+            rollout_images=tuple(sampled if len(sampled) > len(told) else told),
+        )
+
+    def _may_fit(self, image: int, pool: Pool) -> bool:
         """Whether a WPG of the configuration is large enough; it need not be held now."""
-        need, fits_host = want.image_bytes, host_need([want.image_bytes]) <= self._host_bytes
-        tables = [table for table in self._tables if table.pool == want.pool]
-        return fits_host and (
-            not tables or any(need <= self._device_bytes(table) for table in tables)
+        tables = [table for table in self._tables if table.pool == pool]
+        if not tables:
+            return host_need([image]) <= self._host_bytes
+        return any(
+            host_need([-(-image // table.nodes)]) <= self._host_bytes
+            and image <= self._device_bytes(table)
+            for table in tables
         )
 
     def _device_bytes(self, table: WpgSettings) -> int:
@@ -133,9 +224,10 @@ class Placer:
                 device_bytes=self._device_bytes(held.slot.table),
                 host_bytes=self._host_bytes,
                 nvme_bytes=self._nvme_bytes if held.wpg.pool is Pool.TRAIN else 0,
+                nodes=tuple(f"{at.hold}.{at.component}.{at.node}" for at in held.places),
+                draining=wpg in self.draining,
             )
             for wpg, held in self.wpgs.items()
-            if wpg not in self.draining
         ]
 
     def _find(self, name: str) -> ModelSpec | None:
@@ -147,22 +239,6 @@ class Placer:
             raise UnknownModel(name, tuple(sorted(self._models)))
         return model
 
-    def _tenancies(self, but: LiveJob | None = None) -> list[Tenancy]:
-        """What lives now, and what admitted jobs have declared and not created yet."""
-        tenancies = []
-        for job in self._state.jobs.values():
-            if job is but:
-                continue
-            live = [
-                (d.wpg, self._models[d.model].train_bytes)
-                for d in self._state.deployments.values()
-                if d.job == job.id and not d.dropped
-            ]
-            declared = [(job.homes[pool], size) for pool, size in job.declared]
-            taken = live if len(live) > len(declared) else declared
-            tenancies += [Tenancy(wpg=wpg, image_bytes=size) for wpg, size in taken]
-        return tenancies
 
-
-def _all(obstacles: Sequence[Obstacle]) -> str:
-    return "; ".join(obstacle.sentence for obstacle in obstacles)
+def _size(model: ModelSpec, pool: Pool) -> int:
+    return model.train_bytes if pool is Pool.TRAIN else model.weights_bytes

@@ -13,6 +13,7 @@ from plexrl_slurm.api.service import Outcome, Pending, Principal
 from plexrl_slurm.core.errors import BadInput, Denied, NotFound, SlurmRejected
 from plexrl_slurm.core.ids import CallId, JobId, SlurmId, WpgId
 from plexrl_slurm.core.messages import FunctionKind
+from plexrl_slurm.core.obstacles import WORDS, ObstacleKind
 from plexrl_slurm.core.states import ENDED, JobState
 from plexrl_slurm.daemons.evictions import EvictCalls
 from plexrl_slurm.daemons.job_views import call_kinds, job_views
@@ -179,6 +180,7 @@ class PartitionService(EvictCalls):
         self, job_id: JobId, *, state: JobState, reason: str, exit_code: int | None
     ) -> None:
         live = self.state.jobs.get(job_id)
+        self.state.obstacles.pop(job_id, None)
         if live is not None:
             live.ended = True
             self._drop_all(live)
@@ -232,9 +234,18 @@ class PartitionService(EvictCalls):
         for row in rows:
             live = self.state.jobs.get(JobId(row["job_id"]))
             row["wpgs"] = sorted(live.homes.values()) if live is not None else []
-            if found := self.state.obstacles.get(JobId(row["job_id"])):
-                row["reason_word"] = found[0].word
+            self._say_more(row)
         return rows
+
+    def _say_more(self, row: dict[str, Any]) -> None:
+        """What only the living daemon knows of a job's row."""
+        row["max_slowdown"] = row["max_slowdown"] or self.settings.sharing.max_slowdown
+        if row["state"] != JobState.PENDING:
+            return
+        if self.state.draining:
+            row["reason_word"] = WORDS[ObstacleKind.DRAINING]
+        elif found := self.state.obstacles.get(JobId(row["job_id"])):
+            row["reason_word"] = found[0].word
 
     async def explain_job(self, who: Principal, job_id: JobId) -> dict[str, Any]:
         row = await self.owned(who, job_id)
@@ -255,10 +266,12 @@ class PartitionService(EvictCalls):
             if (sentence := self.why_call_waits(entry.call.id))
         ]
         sentences = list(dict.fromkeys([*self.why_not_admitted(row), *waiting])) or [_how(row)]
-        found = self.state.obstacles.get(job_id, ())
+        for view in views:
+            self._say_more(view)
+        now_us = self.now_us()
         return {
             "job": views[0] if views else {},
-            "obstacles": [each.view(self.now_us()) for each in found],
+            "obstacles": [each.view(now_us) for each in self.state.obstacles.get(job_id, ())],
             "sentences": sentences[:20],
             "story": [
                 {"at_us": line.at_us, "kind": line.kind, "text": line.text} for line in story

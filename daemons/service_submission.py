@@ -17,13 +17,14 @@ from plexrl_slurm.core.errors import (
 from plexrl_slurm.core.ids import JobId, SlurmId
 from plexrl_slurm.core.limits import NORMAL
 from plexrl_slurm.core.states import ENDED, JobState
-from plexrl_slurm.daemons.job_views import RELEASED, RESTARTS
+from plexrl_slurm.daemons.job_views import PROMISE, RELEASED, RESTARTS
 from plexrl_slurm.daemons.service_sampling import SamplingCalls
 from plexrl_slurm.daemons.standings import QOS, Standings
 from plexrl_slurm.daemons.state import LiveJob
 from plexrl_slurm.db import queue
 from plexrl_slurm.db.engine import Session
 from plexrl_slurm.db.models import JobRow
+from plexrl_slurm.slurm.directives import parse_max_slowdown
 from plexrl_slurm.slurm.native import read_mark
 from plexrl_slurm.slurm.port import ClusterPort, JobStatus
 from plexrl_slurm.transport.tokens import job_token, token_key
@@ -80,6 +81,7 @@ class SubmissionCalls(SamplingCalls):
                 raise UnknownModel(name, tuple(sorted(self.models)))
         if job.account:  # else Slurm chooses one
             self.standings.check_qos(who.user, job.account, job.options)
+        _check_promise(job.options)
         wish = Wish(
             name=job.name,
             uid=who.uid,
@@ -275,13 +277,16 @@ class SubmissionCalls(SamplingCalls):
         """Everything that is in the way of a job in the queue."""
         if row.state != JobState.PENDING:
             return []
+        found = self.state.obstacles.get(JobId(row.id))
+        now_us = self.now_us()
+        told = [each.told(now_us) for each in found] if found else list(row.obstacles)
         if not self.state.draining:
-            return list(row.obstacles)
+            return told
         drained = (
             f"partition {self.settings.partition} is draining and admits no job: "
             f"wait for `plexrl partition resume`"
         )
-        return [drained, *row.obstacles]
+        return [drained, *told]
 
     async def owned(self, who: Principal, job_id: JobId) -> JobRow:
         """The row of a job of the caller's; an admin may see all."""
@@ -289,6 +294,15 @@ class SubmissionCalls(SamplingCalls):
         if row.partition != self.settings.partition or not (who.admin or row.uid == who.uid):
             raise NotFound("job", row.slurm_id or str(job_id))
         return row
+
+
+def _check_promise(options: Mapping[str, Any]) -> None:
+    """Clients check it where it is written; others may send anything."""
+    if PROMISE in options:
+        try:
+            parse_max_slowdown(str(options[PROMISE]))
+        except ValueError as error:
+            raise BadInput(str(error)) from None
 
 
 def _like(row: JobRow) -> Wish:

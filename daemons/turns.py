@@ -6,7 +6,7 @@ nothing has happened, and after the claim the row's lease brings it back.
 
 import logging
 from collections.abc import Awaitable, Callable, Hashable, Sequence
-from typing import Final
+from typing import Final, TypeAlias
 
 from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.errors import Denied, InvalidTransition, ModelTooLarge, UnknownModel
@@ -18,7 +18,7 @@ from plexrl_slurm.daemons.job_views import live_job
 from plexrl_slurm.daemons.recovery import LEASE_US
 from plexrl_slurm.daemons.service_base import Parts
 from plexrl_slurm.daemons.standings import Standings
-from plexrl_slurm.daemons.state import LiveJob
+from plexrl_slurm.daemons.state import LiveJob, Wait
 from plexrl_slurm.db import queue
 from plexrl_slurm.db.engine import Session
 from plexrl_slurm.db.models import JobRow
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 #: Numbers in a sentence change all the time: they are written anew no more often than this.
 WRITE_US: Final = 10_000_000
 
-Waits = tuple[Held, ...]
+Waits: TypeAlias = tuple[Wait, ...]
 
 
 class Turns:
@@ -106,8 +106,7 @@ class Turns:
 
     def _place(self, job: LiveJob, row: JobRow) -> Waits:
         """Give it homes, or say what is in the way."""
-        found = self._parts.placer.admit(job, list(row.models))
-        return tuple(Held(kind=HeldKind.RESOURCES, sentence=each) for each in found)
+        return self._parts.placer.admit(job, list(row.models))
 
     @staticmethod
     def _shape(row: JobRow, job: LiveJob) -> Hashable:

@@ -19,6 +19,7 @@ from plexrl_slurm.core.errors import BadConfig, BadInput
 from plexrl_slurm.core.sizes import in_words
 from plexrl_slurm.model_folder import DTYPES, read_model_folder, tensor_parallel_problem
 from plexrl_slurm.queue_settings import TABLES, QueueSettings, check_reservation, read_queue
+from plexrl_slurm.sharing_settings import SharingSettings, read_sharing
 from plexrl_slurm.slurm_settings import HoldSettings, Shape, check_shapes, read_hold
 from plexrl_slurm.tomlcheck import (
     Report,
@@ -146,6 +147,7 @@ class Settings:
     tls_key: Path | None = None
     tls_ca: Path | None = None
     hold: HoldSettings = field(default_factory=HoldSettings)
+    sharing: SharingSettings = field(default_factory=SharingSettings)
     #: ``None`` with the local backend.
     slurm: SlurmSettings | None = None
     wpgs: tuple[WpgSettings, ...] = ()
@@ -213,10 +215,12 @@ def check(path: Path) -> Findings:
     except BadConfig as error:
         return Findings(settings=None, problems=error.problems, warnings=())
     report = Report(content)
-    report.unknown("", data, ("partition", "hold", "slurm", "wpg", "model", *TABLES))
+    known = ("partition", "hold", "sharing", "slurm", "wpg", "model", *TABLES)
+    report.unknown("", data, known)
     folder = path.absolute().parent
     values = read_partition(report, data, folder)
     hold = read_hold(report, mapping(report, data, "hold"))
+    sharing = read_sharing(report, data)
     slurm = None
     if hold.backend == "slurm":
         table = mapping(report, data, "slurm")
@@ -258,6 +262,7 @@ def check(path: Path) -> Findings:
         settings = Settings(
             **values,
             hold=hold,
+            sharing=sharing,
             slurm=slurm,
             wpgs=wpgs,
             models=catalogue,

@@ -36,6 +36,12 @@ policy = "{policy}"
 [hold]
 backend = "local"
 
+[sharing]  # these jobs train most of the time: they share all the same, and are told how slow
+placement = "fit"
+max_slowdown = {most_slowdown}
+max_jobs = {jobs}
+max_load = {jobs}
+
 [[wpg]]
 pool = "train"
 engine = "deepspeed"
@@ -166,6 +172,8 @@ def prepare(plan: Plan) -> Site:
             host_dir=host_dir,
             memory=memory.toml(plan.out) if memory else _AMPLE,
             policy=plan.policy,
+            jobs=plan.jobs,
+            most_slowdown=4 * plan.jobs,
             train_cores=[[cores[0]]] if pinned else [],
             rollout_cores=[[cores[1]]] if pinned else [],
         ),

@@ -23,6 +23,7 @@ _WHERE: Final[Mapping[str, str]] = {
     "sinfo": "plexrl_slurm.cli.nodes:sinfo",
     "state": "plexrl_slurm.cli.state:state",
     "explain": "plexrl_slurm.cli.explain:explain",
+    "show": "plexrl_slurm.cli.show_job:show",
     "sreport": "plexrl_slurm.cli.report:sreport",
     "trace": "plexrl_slurm.cli.trace:trace",
     "sim": "plexrl_slurm.cli.sim:sim",

@@ -1,164 +1,155 @@
-"""Where a job's deployments may live: a home WPG for each, or every obstacle."""
+"""Where a job lives: a home WPG in each pool, or everything that is in the way. Pure.
 
-from collections.abc import Iterator, Sequence
+The training WPG is chosen by :func:`plexrl_slurm.core.grouping.place`, the simulator's own; here
+it gets what a partition of held WPGs knows beyond a simulated one: which of them have memory left
+for the job's images, and rollout WPGs that are shared as well. A promise is one for both pools:
+what a job loses on its rollout WPG is left no more for its training WPG.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
-from plexrl_slurm.core.catalogue import ModelSpec
+from plexrl_slurm.core import grouping
 from plexrl_slurm.core.errors import ModelTooLarge
-from plexrl_slurm.core.ids import WpgId
-from plexrl_slurm.core.messages import Pool, Wpg
-from plexrl_slurm.core.sizes import in_words
+from plexrl_slurm.core.grouping import Group, Home, Member, Pools, Rules
+from plexrl_slurm.core.grouping import Placement as Way
+from plexrl_slurm.core.hindrances import hindrances
+from plexrl_slurm.core.ids import JobId, WpgId
+from plexrl_slurm.core.messages import Pool
+from plexrl_slurm.core.obstacles import Obstacle
+from plexrl_slurm.core.sites import (
+    Applicant,
+    Partition,
+    Site,
+    allowance,
+    broken,
+    could_hold,
+    load,
+    usable,
+)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
-    """A WPG as a place to live."""
-
-    wpg: Wpg
-    #: Bytes that a resident may take on its devices, all GPUs together.
-    device_bytes: int
-    #: Bytes that images of its deployments may take in the host tier.
-    host_bytes: int
-    #: Bytes that more of them may take below it; those that a switch moves are above.
-    nvme_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tenancy:
-    """A deployment that already has its home."""
-
-    wpg: WpgId
-    image_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """A deployment that looks for a home."""
-
-    model: ModelSpec
-    pool: Pool
-
-    @property
-    def image_bytes(self) -> int:
-        """What it takes on the device, and its image on the host."""
-        trains = self.pool is Pool.TRAIN
-        return self.model.train_bytes if trains else self.model.weights_bytes
-
-
-class ObstacleKind(StrEnum):
-    """What stands in the way."""
-
-    #: The partition holds no WPG of the pool (now).
-    NO_WPG = "no_wpg"
-    DEVICE_MEMORY = "device_memory"
-    HOST_MEMORY = "host_memory"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Obstacle:
-    """One reason why one WPG cannot be the home of one model."""
-
-    kind: ObstacleKind
-    model: str
-    pool: Pool
-    wpg: WpgId | None
-    needed_bytes: int
-    free_bytes: int
-    sentence: str
+#: Of what memory has been seen to already.
+_ENDLESS = 1 << 80
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """A home for every wanted deployment, in their order."""
+    """A home in every pool that was asked for."""
 
-    homes: tuple[WpgId, ...]
+    homes: Mapping[Pool, WpgId]
 
 
 def place(
-    wanted: Sequence[Wanted], *, sites: Sequence[Site], tenancies: Sequence[Tenancy]
+    who: Applicant, partition: Partition, rules: Rules, *, pools: Sequence[Pool] = tuple(Pool)
 ) -> Placement | tuple[Obstacle, ...]:
-    """Homes for all of ``wanted``, or for none of them and every obstacle.
+    """Homes in all of ``pools``, or in none of them and every obstacle, the nearest first.
 
-    Each goes to the WPG of its pool with the fewest deployments that has room (ties: lowest id);
-    a later one of the same job sees the earlier ones as settled. Raises ``ModelTooLarge`` if no
-    WPG would have room even if it were empty.
+    Raises ``ModelTooLarge`` if no site would have room for one of its images even if it were empty.
     """
-    settled = list(tenancies)
-    homes: list[WpgId] = []
+    for pool in pools:
+        refuse_too_large(who, pool, partition.sites)
+    homes: dict[Pool, WpgId] = {}
     obstacles: list[Obstacle] = []
-    for want in wanted:
-        pool = [site for site in sites if site.wpg.pool is want.pool]
-        _refuse_too_large(want, pool)
-        found = list(_obstacles(want, pool, settled))
-        blocked = {obstacle.wpg for obstacle in found}
-        free = [site.wpg.id for site in pool if site.wpg.id not in blocked]
-        if not free:
-            obstacles += found
+    slow: dict[JobId, float] = {}
+    known = partition.homes.get(who.job, {}).get(Pool.ROLLOUT)
+    if Pool.ROLLOUT in pools:
+        home = _rollout_home(who, partition, rules)
+        if home is None:
+            obstacles += hindrances(who, Pool.ROLLOUT, partition, rules, {})
+        else:
+            homes[Pool.ROLLOUT] = known = home
+    if known is not None and known in partition.members:
+        slow = partition.with_one_more(known, who)
+    if Pool.TRAIN in pools:
+        home = _train_home(who, partition, rules, slow)
+        if home is None:
+            obstacles += hindrances(who, Pool.TRAIN, partition, rules, slow)
+        else:
+            homes[Pool.TRAIN] = home
+    return tuple(obstacles) if obstacles else Placement(homes=homes)
+
+
+def _rollout_home(who: Applicant, partition: Partition, rules: Rules) -> WpgId | None:
+    """The one that samples least; alone if nobody shares, and with everybody's promise if fit."""
+    ranked = sorted(
+        usable(who, Pool.ROLLOUT, partition),
+        key=lambda site: (load(partition, site, who.job), site.wpg.id),
+    )
+    for site in ranked:
+        others = [each for each in partition.members[site.wpg.id] if each.job != who.job]
+        if not others:
+            return site.wpg.id
+        if rules.placement is Way.ISOLATED:
             continue
-        count = dict.fromkeys(free, 0)
-        for tenancy in settled:
-            if tenancy.wpg in count:
-                count[tenancy.wpg] += 1
-        home = min(free, key=lambda wpg: (count[wpg], wpg))
-        homes.append(home)
-        settled.append(Tenancy(wpg=home, image_bytes=want.image_bytes))
-    return tuple(obstacles) if obstacles else Placement(homes=tuple(homes))
+        if rules.placement is Way.FIT:
+            profile = who.profile(Pool.ROLLOUT, site.wpg.gpus)
+            if load(partition, site, who.job) + profile.load > rules.full:
+                continue
+            if broken(who, site, partition, rules, {}):
+                continue
+        return site.wpg.id
+    return None
 
 
-def host_need(image_bytes: Sequence[int]) -> int:
-    """Host bytes of some images: all of them, and a spare slab for the one that is leaving."""
-    return sum(image_bytes) + max(image_bytes, default=0)
-
-
-def images_room(site: Site, largest: int) -> int:
-    """Bytes for images on both tiers: an image lies on one of them as a whole."""
-    if not site.nvme_bytes:
-        return site.host_bytes
-    return sum(size // largest * largest for size in (site.host_bytes, site.nvme_bytes))
-
-
-def _refuse_too_large(want: Wanted, pool: Sequence[Site]) -> None:
-    need = want.image_bytes
-    if any(need <= s.device_bytes and host_need([need]) <= s.host_bytes for s in pool) or not pool:
-        return
-    largest = max(min(s.device_bytes, s.host_bytes // 2) for s in pool)
-    raise ModelTooLarge(want.model.name, need, largest, want.pool)
-
-
-def _obstacles(
-    want: Wanted, pool: Sequence[Site], settled: Sequence[Tenancy]
-) -> Iterator[Obstacle]:
-    """Every reason, not the first one; a WPG without a reason is a possible home."""
-    name, need = want.model.name, want.image_bytes
-    if not pool:
-        yield Obstacle(
-            kind=ObstacleKind.NO_WPG,
-            model=name,
-            pool=want.pool,
-            wpg=None,
-            needed_bytes=need,
-            free_bytes=0,
-            sentence=f"model {name} needs a {want.pool} WPG, and the partition holds none",
+def _train_home(
+    who: Applicant, partition: Partition, rules: Rules, slow: Mapping[JobId, float]
+) -> WpgId | None:
+    """What grouping says of the smallest WPGs that can hold it, then of the next larger ones."""
+    sites = list(usable(who, Pool.TRAIN, partition))
+    for gpus in sorted({site.wpg.gpus for site in sites}):
+        shape = sorted((s for s in sites if s.wpg.gpus == gpus), key=lambda site: site.wpg.id)
+        groups, free = groups_of(who, shape, partition, slow)
+        pools = Pools(
+            train_free=gpus * len(free),
+            rollout_free=0,
+            node_gpus=1,
+            node_bytes=_ENDLESS,
+            groups=groups,
         )
-    for site in pool:
-        here = [t.image_bytes for t in settled if t.wpg == site.wpg.id]
-        host = host_need([*here, need])
-        for kind, needed, free, where in (
-            (ObstacleKind.DEVICE_MEMORY, need, site.device_bytes, "device"),
-            (ObstacleKind.HOST_MEMORY, host, images_room(site, max([*here, need])), "host"),
-        ):
-            if needed > free:
-                beside = f" beside {len(here)} others" if here and where == "host" else ""
-                yield Obstacle(
-                    kind=kind,
-                    model=name,
-                    pool=want.pool,
-                    wpg=site.wpg.id,
-                    needed_bytes=needed,
-                    free_bytes=free,
-                    sentence=(
-                        f"model {name} needs {in_words(needed)} of {where} memory on "
-                        f"{site.wpg.id}{beside}, which has {in_words(free)}"
-                    ),
-                )
+        found = grouping.place(_member(who, partition, gpus, slow), pools, rules)
+        if isinstance(found, Home):
+            return free[0] if found.group is None else shape[found.group].wpg.id
+    return None
+
+
+def groups_of(
+    who: Applicant, shape: Sequence[Site], partition: Partition, slow: Mapping[JobId, float]
+) -> tuple[dict[int, Group], list[WpgId]]:
+    """Sites of one shape as groups, numbered as they stand; and those that are empty."""
+    groups: dict[int, Group] = {}
+    free: list[WpgId] = []
+    for number, site in enumerate(shape):
+        others = [each for each in partition.members[site.wpg.id] if each.job != who.job]
+        if not others:
+            free.append(site.wpg.id)
+            continue
+        groups[number] = Group(
+            number=number,
+            gpus=site.wpg.gpus,
+            host_bytes=_ENDLESS,
+            members={each.job: _member(each, partition, site.wpg.gpus, slow) for each in others},
+        )
+    return groups, free
+
+
+def _member(
+    each: Applicant, partition: Partition, gpus: int, slow: Mapping[JobId, float]
+) -> Member:
+    return Member(
+        job=each.job,
+        train_gpus=gpus,
+        rollout_gpus=0,
+        image_bytes=sum(each.train_images),
+        profile=each.profile(Pool.TRAIN, gpus),
+        max_slowdown=allowance(each, partition, Pool.TRAIN, slow),
+    )
+
+
+def refuse_too_large(who: Applicant, pool: Pool, sites: Sequence[Site]) -> None:
+    """Raise ``ModelTooLarge`` if no site of the pool could ever hold one of its images."""
+    there = [site for site in sites if site.wpg.pool is pool]
+    for number, image in enumerate(who.images(pool)):
+        if there and not any(could_hold(site, image) for site in there):
+            largest = max(min(s.device_bytes, s.host_bytes * len(s.at) // 2) for s in there)
+            name = who.models[number] if number < len(who.models) else "it"
+            raise ModelTooLarge(name, image, largest, pool)

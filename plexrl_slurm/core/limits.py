@@ -29,7 +29,6 @@ class Scope(StrEnum):
 class HeldKind(StrEnum):
     """Slurm's reason words for whoever waits, and ours where it has none."""
 
-    RESOURCES = "Resources"
     PRIORITY = "Priority"
     RESERVATION = "Reservation"
     INVALID_QOS = "InvalidQOS"

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from plexrl_slurm.core.admission import Site
 from plexrl_slurm.core.ids import WpgId
+from plexrl_slurm.core.sites import Site
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

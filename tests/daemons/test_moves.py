@@ -174,7 +174,7 @@ def test_a_model_waits_while_only_smaller_wpgs_than_it_needs_are_held(
         slurm_id=SlurmId("1"),
         running=False,
     )
-    assert any("larger train WPG" in obstacle for obstacle in placer.admit(job, ["tiny"]))
+    assert any("larger train WPG" in each.sentence for each in placer.admit(job, ["tiny"]))
     with pytest.raises(BadInput, match="larger train WPG"):
         placer.home(job, Pool.TRAIN, TINY)
     job.declared = [(Pool.TRAIN, TINY.train_bytes)]

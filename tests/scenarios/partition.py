@@ -99,6 +99,7 @@ class Partition:
         rollout: Mapping[str, Any] | None = None,
         settings: Mapping[str, Any] | None = None,
         hold: Mapping[str, Any] | None = None,
+        sharing: Mapping[str, Any] | None = None,
         engines: tuple[str, str] = ("fake_train", "fake_sample"),
         train_gpus: int = 1,
         train_nodes: int = 1,
@@ -107,6 +108,7 @@ class Partition:
     ) -> None:
         self.folder = folder
         self.engines, self.train_gpus, self.train_nodes = engines, train_gpus, train_nodes
+        self.sharing = {"placement": "spread", "max_jobs": 64} if sharing is None else sharing
         self.database_url = database_url or f"sqlite:///{folder / 'ledger.db'}"
         self.host = Path("/dev/shm") / f"plexrl-test-{os.getpid()}-{folder.name}"
         self.host.mkdir(mode=0o700)
@@ -246,6 +248,9 @@ listen = "127.0.0.1:0"
 [hold]
 backend = "local"
 {_lines(hold)}
+
+[sharing]
+{_lines(partition.sharing)}
 
 [[wpg]]
 pool = "train"

@@ -1,0 +1,207 @@
+"""A partition as placement sees it: WPGs to live on, jobs that live there or want to. Pure."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from plexrl_slurm.core.grouping import Rules
+from plexrl_slurm.core.ids import JobId, WpgId
+from plexrl_slurm.core.messages import Pool, Wpg
+from plexrl_slurm.core.predict import Profile, slowdowns
+from plexrl_slurm.core.profiles import Habits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """A WPG as a place to live."""
+
+    wpg: Wpg
+    #: Bytes that a resident may take on its devices, all GPUs together.
+    device_bytes: int
+    #: Bytes that images may take in the host tier of each of its nodes.
+    host_bytes: int
+    #: Bytes that more of them may take below it; those that a switch moves are above.
+    nvme_bytes: int = 0
+    #: Whose host tiers these are; sites with a node in common share its tier. Empty: its own.
+    nodes: tuple[str, ...] = ()
+    #: It is to be given back: nobody comes.
+    draining: bool = False
+
+    @property
+    def at(self) -> tuple[str, ...]:
+        """Names of its tiers."""
+        return self.nodes or (str(self.wpg.id),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Applicant:
+    """A job that looks for its homes, or has them."""
+
+    job: JobId
+    #: As people know it.
+    label: str
+    #: Its models, for sentences.
+    models: tuple[str, ...]
+    #: Bytes of its training images, and of its sampling weights.
+    train_images: tuple[int, ...]
+    rollout_images: tuple[int, ...]
+    #: By GPUs of a training WPG; what is not there is taken from the nearest.
+    habits: Mapping[int, Habits]
+    #: How much slower than alone it may become.
+    max_slowdown: float
+    #: When it is expected to end; ``None``: nobody knows.
+    ends_us: int | None = None
+
+    def images(self, pool: Pool) -> tuple[int, ...]:
+        """Of one pool."""
+        return self.train_images if pool is Pool.TRAIN else self.rollout_images
+
+    def profile(self, pool: Pool, gpus: int) -> Profile:
+        """On a WPG of so many GPUs."""
+        nearest = min(self.habits, key=lambda size: (abs(size - gpus), size))
+        return self.habits[nearest].of(pool)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settled:
+    """A job that has homes, in one pool or in both."""
+
+    who: Applicant
+    homes: Mapping[Pool, WpgId]
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Partition:
+    """Sites, and who lives there."""
+
+    sites: Sequence[Site]
+    settled: Sequence[Settled]
+    members: dict[WpgId, list[Applicant]] = field(default_factory=dict)
+    #: Bytes of a tier that the sites there need, by node and site.
+    taken: dict[str, dict[WpgId, int]] = field(default_factory=dict)
+    homes: dict[JobId, Mapping[Pool, WpgId]] = field(default_factory=dict)
+    _by_id: dict[WpgId, Site] = field(default_factory=dict)
+    _slow: dict[WpgId, dict[JobId, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.members = {site.wpg.id: [] for site in self.sites}
+        self._by_id = {site.wpg.id: site for site in self.sites}
+        for each in self.settled:
+            self.homes[each.who.job] = each.homes
+            for wpg in each.homes.values():
+                if wpg in self.members:
+                    self.members[wpg].append(each.who)
+        for site in self.sites:
+            if site.wpg.pool is not Pool.TRAIN:
+                continue
+            need = host_need(self.shares(site))
+            for node in site.at:
+                self.taken.setdefault(node, {})[site.wpg.id] = need
+
+    def shares(self, site: Site) -> list[int]:
+        """What each image there takes on one of its nodes."""
+        nodes, pool = len(site.at), site.wpg.pool
+        images = (image for who in self.members[site.wpg.id] for image in who.images(pool))
+        return [-(-image // nodes) for image in images]
+
+    def room(self, site: Site, who: Applicant) -> tuple[int, int]:
+        """Bytes that the images there need on one node together with those of ``who``, and what
+        the fullest node has for them."""
+        new = [-(-image // len(site.at)) for image in who.images(site.wpg.pool)]
+        shares = [*self.shares(site), *new]
+        has = images_room(site, max(shares, default=0))
+        others = max(
+            sum(size for wpg, size in self.taken.get(node, {}).items() if wpg != site.wpg.id)
+            for node in site.at
+        )
+        return host_need(shares), has - (others if site.wpg.pool is Pool.TRAIN else 0)
+
+    def slowdown(self, wpg: WpgId | None, job: JobId) -> float:
+        """Of a settled job on one of its homes."""
+        if wpg is None or wpg not in self.members:
+            return 1.0
+        if wpg not in self._slow:
+            self._slow[wpg] = self.with_one_more(wpg, None)
+        return self._slow[wpg].get(job, 1.0)
+
+    def with_one_more(self, wpg: WpgId, who: Applicant | None) -> dict[JobId, float]:
+        """Slowdown of everybody on ``wpg`` if ``who`` came."""
+        site = self._by_id[wpg]
+        members = [each for each in self.members[wpg] if who is None or each.job != who.job]
+        members += [] if who is None else [who]
+        found = _slowdowns(tuple(m.profile(site.wpg.pool, site.wpg.gpus) for m in members))
+        return {member.job: slow for member, slow in zip(members, found, strict=True)}
+
+
+def usable(who: Applicant, pool: Pool, partition: Partition) -> Iterator[Site]:
+    """Sites of ``pool`` that have memory for it."""
+    for site in partition.sites:
+        if site.wpg.pool is pool and not site.draining and fits_device(site, who):
+            need, has = partition.room(site, who)
+            if need <= has:
+                yield site
+
+
+def fits_device(site: Site, who: Applicant) -> bool:
+    """Whether each of its images, one at a time, can be on the devices."""
+    return max(who.images(site.wpg.pool), default=0) <= site.device_bytes
+
+
+def load(partition: Partition, site: Site, but: JobId | None = None) -> float:
+    """Share of the site's time that those who live there need."""
+    pool, gpus = site.wpg.pool, site.wpg.gpus
+    members = partition.members[site.wpg.id]
+    return sum(each.profile(pool, gpus).load for each in members if each.job != but)
+
+
+def allowance(
+    who: Applicant, partition: Partition, pool: Pool, slow: Mapping[JobId, float]
+) -> float:
+    """The slowdown that its promise leaves for ``pool``; ``slow``: what it is in the other one,
+    where that is about to change."""
+    other = Pool.ROLLOUT if pool is Pool.TRAIN else Pool.TRAIN
+    there = slow.get(who.job)
+    if there is None:
+        there = partition.slowdown(partition.homes.get(who.job, {}).get(other), who.job)
+    return who.max_slowdown - (there - 1)
+
+
+def broken(
+    who: Applicant,
+    site: Site,
+    partition: Partition,
+    rules: Rules,
+    slow: Mapping[JobId, float],
+) -> list[tuple[Applicant, float, float]]:
+    """Whose promise ``who`` would break on ``site``: ``(job, slowdown there, what is left)``."""
+    after = partition.with_one_more(site.wpg.id, who)
+    members = [each for each in partition.members[site.wpg.id] if each.job != who.job]
+    found = []
+    for each in (*members, who):
+        left = allowance(each, partition, site.wpg.pool, slow)
+        if after[each.job] - 1 > (left - 1) * rules.margin:
+            found.append((each, after[each.job], left))
+    return found
+
+
+def host_need(image_bytes: Sequence[int]) -> int:
+    """Host bytes of some images: all of them, and a spare slab for the one that is leaving."""
+    return sum(image_bytes) + max(image_bytes, default=0)
+
+
+def images_room(site: Site, largest: int) -> int:
+    """Bytes for images on both tiers: an image lies on one of them as a whole."""
+    if not site.nvme_bytes or not largest:
+        return site.host_bytes
+    return sum(size // largest * largest for size in (site.host_bytes, site.nvme_bytes))
+
+
+def could_hold(site: Site, image_bytes: int) -> bool:
+    """Whether the site would have room for this image if it were empty."""
+    share = -(-image_bytes // len(site.at))
+    return image_bytes <= site.device_bytes and host_need([share]) <= site.host_bytes
+
+
+@lru_cache(maxsize=4096)
+def _slowdowns(members: tuple[Profile, ...]) -> tuple[float, ...]:
+    return tuple(slowdowns(members))

@@ -1,0 +1,162 @@
+"""Whoever comes and goes: no promise is predicted broken, no memory is given twice."""
+
+from dataclasses import dataclass, field
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plexrl_slurm.core.admission import Placement, place
+from plexrl_slurm.core.errors import ModelTooLarge
+from plexrl_slurm.core.grouping import Placement as Way
+from plexrl_slurm.core.grouping import Rules
+from plexrl_slurm.core.ids import JobId, WpgId
+from plexrl_slurm.core.messages import Pool, Wpg
+from plexrl_slurm.core.predict import Profile, slowdowns
+from plexrl_slurm.core.profiles import Habits
+from plexrl_slurm.core.sites import Applicant, Partition, Settled, Site, host_need, images_room
+
+S, GIB = 1_000_000, 2**30
+
+
+def profiles(phase: st.SearchStrategy[int]) -> st.SearchStrategy[Profile]:
+    return st.builds(
+        lambda share, step, switch, overlaps: Profile(
+            step_us=step * S,
+            phase_us=step * S * share // 100,
+            function_us=step * S * share // 200,
+            switch_us=switch * S // 100,
+            overlaps=overlaps,
+            slack_us=step * S * (100 - share) // 200 if overlaps else 0,
+        ),
+        phase,
+        st.integers(10, 1000),
+        st.integers(0, 500),
+        st.booleans(),
+    )
+
+
+SHARES = st.integers(1, 60)
+APPLICANTS = st.builds(
+    lambda train, rollout, promise, image: Applicant(
+        job=JobId(0),
+        label="",
+        models=("m",),
+        train_images=(image * GIB,),
+        rollout_images=(image * GIB // 8,),
+        habits={1: Habits(train=train, rollout=rollout)},
+        max_slowdown=promise,
+    ),
+    profiles(SHARES),
+    profiles(SHARES),
+    st.sampled_from([1.0, 1.02, 1.1, 1.5, 4.0]),
+    st.integers(1, 6),
+)
+
+
+@st.composite
+def partitions(draw: st.DrawFn) -> list[Site]:
+    sites = []
+    for pool in Pool:
+        for number in range(draw(st.integers(1, 3))):
+            nodes = draw(st.sampled_from([("a",), ("b",), ("a", "b")]))
+            sites.append(
+                Site(
+                    wpg=Wpg(
+                        id=WpgId(f"{pool}-{number}"), pool=pool, gpus=draw(st.sampled_from([1, 2]))
+                    ),
+                    device_bytes=8 * GIB,
+                    host_bytes=24 * GIB,
+                    nvme_bytes=draw(st.sampled_from([0, 10 * GIB])),
+                    nodes=nodes,
+                )
+            )
+    return sites
+
+
+@dataclass
+class Town:
+    sites: list[Site]
+    rules: Rules
+    settled: dict[JobId, Settled] = field(default_factory=dict)
+
+    def partition(self) -> Partition:
+        return Partition(sites=self.sites, settled=list(self.settled.values()))
+
+    def slow(self, job: Settled) -> float:
+        """Of a job in both pools, from nothing but the homes."""
+        total = 1.0
+        for pool, wpg in job.homes.items():
+            gpus = next(site.wpg.gpus for site in self.sites if site.wpg.id == wpg)
+            there = [each.who for each in self.settled.values() if each.homes[pool] == wpg]
+            found = slowdowns([who.profile(pool, gpus) for who in there])
+            total += found[there.index(job.who)] - 1
+        return total
+
+    def check_memory(self) -> None:
+        for node in ("a", "b"):
+            for pool in (Pool.TRAIN,):
+                need, largest = 0, 0
+                here = [site for site in self.sites if site.wpg.pool is pool and node in site.at]
+                for site in here:
+                    shares = [
+                        -(-image // len(site.at))
+                        for each in self.settled.values()
+                        if each.homes[pool] == site.wpg.id
+                        for image in each.who.images(pool)
+                    ]
+                    need += host_need(shares)
+                    largest = max([largest, *shares])
+                if here:
+                    assert need <= max(images_room(site, 1) for site in here)
+
+    def check_alone(self) -> None:
+        for pool in Pool:
+            homes = [each.homes[pool] for each in self.settled.values()]
+            assert len(homes) == len(set(homes))
+
+
+@given(
+    sites=partitions(),
+    way=st.sampled_from(list(Way)),
+    moves=st.lists(st.tuples(APPLICANTS, st.booleans()), max_size=14),
+)
+def test_at_admission_no_promise_breaks_and_no_memory_is_given_twice(
+    sites: list[Site], way: Way, moves: list[tuple[Applicant, bool]]
+) -> None:
+    town = Town(sites, Rules(placement=way, most=4))
+    for number, (who, leaves) in enumerate(moves, 1):
+        if leaves and town.settled:
+            del town.settled[min(town.settled)]
+            continue
+        mine = Applicant(
+            job=JobId(number),
+            label=f"job {number}",
+            models=who.models,
+            train_images=who.train_images,
+            rollout_images=who.rollout_images,
+            habits=who.habits,
+            max_slowdown=who.max_slowdown,
+        )
+        before = dict(town.settled)
+        try:
+            found = place(mine, town.partition(), town.rules)
+        except ModelTooLarge:
+            assert mine.train_images[0] > 5 * GIB
+            continue
+        assert town.settled == before
+        again = place(mine, town.partition(), town.rules)
+        assert again == found
+        if not isinstance(found, Placement):
+            assert found
+            assert all(each.sentence and each.word for each in found)
+            continue
+        assert set(found.homes) == set(Pool)  # in both pools, or in none
+        town.settled[mine.job] = Settled(who=mine, homes=found.homes)
+        town.check_memory()
+        if way is Way.ISOLATED:
+            town.check_alone()
+        trains = [each.homes[Pool.TRAIN] for each in town.settled.values()]
+        assert max(trains.count(wpg) for wpg in trains) <= town.rules.most
+        if way is Way.FIT:
+            for each in town.settled.values():
+                assert town.slow(each) <= each.who.max_slowdown + 1e-9
