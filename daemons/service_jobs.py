@@ -15,8 +15,8 @@ from plexrl_slurm.core.ids import CallId, JobId, SlurmId, WpgId
 from plexrl_slurm.core.messages import FunctionKind
 from plexrl_slurm.core.obstacles import WORDS, ObstacleKind
 from plexrl_slurm.core.states import ENDED, JobState
-from plexrl_slurm.daemons.evictions import EvictCalls
 from plexrl_slurm.daemons.job_views import call_kinds, job_views
+from plexrl_slurm.daemons.service_queue import QueueCalls
 from plexrl_slurm.daemons.service_submission import hashed
 from plexrl_slurm.daemons.shell import Entry
 from plexrl_slurm.daemons.state import LiveJob, LiveSession
@@ -28,7 +28,7 @@ from plexrl_slurm.logs import say
 log = logging.getLogger(__name__)
 
 
-class PartitionService(EvictCalls):
+class PartitionService(QueueCalls):
     """The whole service."""
 
     # -- who ---------------------------------------------------------------------------------

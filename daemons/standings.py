@@ -170,6 +170,10 @@ class Standings:
         """Its QOS; one that was taken away gives nothing."""
         return self.queue.qos_named(row.options) or Qos(name=str(row.options.get(QOS)))
 
+    def has_wrong_qos(self, row: JobRow) -> bool:
+        """It has been taken away, or is for others now."""
+        return self._wrong_qos(row.user, row.account, row.options) is not None
+
     def check_qos(self, user: str, account: str, options: Mapping[str, Any]) -> None:
         """Refuse a QOS that there is not, or that is for others. Raises ``BadInput``."""
         if (wrong := self._wrong_qos(user, account, options)) is not None:

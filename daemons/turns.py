@@ -12,6 +12,7 @@ from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.errors import Denied, InvalidTransition, ModelTooLarge, UnknownModel
 from plexrl_slurm.core.ids import JobId
 from plexrl_slurm.core.limits import Held, HeldKind
+from plexrl_slurm.core.obstacles import ObstacleKind
 from plexrl_slurm.core.states import JobState
 from plexrl_slurm.core.turns import End, Walk
 from plexrl_slurm.daemons.job_views import live_job
@@ -92,7 +93,7 @@ class Turns:
                 continue
             waits[job.id] = (row, obstacles)
             oldest_us = min(oldest_us or row.submitted_us, row.submitted_us)
-            if obstacles[0].kind is HeldKind.RESERVATION:
+            if obstacles[0].kind is ObstacleKind.RESERVATION:
                 continue  # there is room, and it is not for this one: nobody waits behind it
             if walk.ended is None or walk.ended is End.DEPTH:
                 stopper = row.slurm_id or str(row.id)

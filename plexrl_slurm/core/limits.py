@@ -30,7 +30,6 @@ class HeldKind(StrEnum):
     """Slurm's reason words for whoever waits, and ours where it has none."""
 
     PRIORITY = "Priority"
-    RESERVATION = "Reservation"
     INVALID_QOS = "InvalidQOS"
     USER_JOBS = "AssocMaxJobsLimit"
     ACCOUNT_JOBS = "AssocGrpJobsLimit"

@@ -87,6 +87,12 @@ def weighted(found: Factors, weights: Weights) -> Priority:
     )
 
 
+def aged(found: Priority, waited_us: int, weights: Weights) -> int:
+    """What a priority is when the job has waited ``waited_us``, all else being equal."""
+    age = int(_share(waited_us, weights.max_age_us) * weights.age)
+    return found.total - found.age + age
+
+
 def in_order(
     jobs: Iterable[_Job],
     *,

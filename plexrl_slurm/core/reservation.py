@@ -1,10 +1,12 @@
 """What is kept free for jobs of a reserved QOS, such as interactive ones. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from plexrl_slurm.core.ids import WpgId
-from plexrl_slurm.core.sites import Site
+from plexrl_slurm.core.ids import JobId, WpgId
+from plexrl_slurm.core.messages import Pool
+from plexrl_slurm.core.sites import Partition, Site
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,7 +15,7 @@ class Reservation:
 
     #: WPGs of each pool, the last ones.
     wpgs: int = 0
-    #: Host memory of each other WPG.
+    #: Of the host tier of each node with training WPGs, for images.
     host_bytes: int = 0
 
     @property
@@ -23,31 +25,41 @@ class Reservation:
 
 
 def open_to_all(
-    sites: Sequence[Site], reservation: Reservation, taken: Mapping[WpgId, int]
-) -> list[Site]:
-    """The places as jobs without a reservation see them.
+    partition: Partition, reservation: Reservation, reserved: Collection[JobId]
+) -> Partition:
+    """The partition as a job sees it that may not have what is kept free.
 
-    ``taken`` are bytes of images that reserved jobs have on each WPG: so much less is kept free.
+    ``reserved`` are the jobs that may, and live there: what they have is kept free no more.
     """
-    if not reservation.any:
-        return list(sites)
-    found: list[Site] = []
-    for pool in dict.fromkeys(site.wpg.pool for site in sites):
-        there = sorted((s for s in sites if s.wpg.pool is pool), key=lambda s: _natural(s.wpg.id))
-        kept = len(there) - reservation.wpgs
-        found += there[: max(0, kept)]
-    open_now = {site.wpg.id for site in found}
-    return [
-        replace(
-            site,
-            host_bytes=max(
-                0,
-                site.host_bytes - max(0, reservation.host_bytes - taken.get(site.wpg.id, 0)),
-            ),
-        )
-        for site in sites
-        if site.wpg.id in open_now
-    ]
+    kept: set[WpgId] = set()
+    for pool in Pool:
+        there = [s.wpg.id for s in partition.sites if s.wpg.pool is pool and not s.draining]
+        there.sort(key=_natural)
+        kept |= set(there[max(0, len(there) - reservation.wpgs) :])
+    taken = _taken(partition, reserved)
+
+    def seen(site: Site) -> Site:
+        if site.wpg.id in kept:
+            return replace(site, draining=True)  # its memory counts, and nobody comes
+        if site.wpg.pool is not Pool.TRAIN or not reservation.host_bytes:
+            return site
+        left = max(reservation.host_bytes - taken[node] for node in site.at)
+        return replace(site, host_bytes=max(0, site.host_bytes - max(0, left)))
+
+    sites: Sequence[Site] = [seen(site) for site in partition.sites]
+    return Partition(sites=sites, settled=partition.settled)
+
+
+def _taken(partition: Partition, reserved: Collection[JobId]) -> Counter[str]:
+    """Bytes of images that reserved jobs have on each node."""
+    found: Counter[str] = Counter()
+    for site in partition.sites:
+        if site.wpg.pool is Pool.TRAIN:
+            for who in partition.members[site.wpg.id]:
+                if who.job in reserved:
+                    for node in site.at:
+                        found[node] += sum(-(-image // len(site.at)) for image in who.train_images)
+    return found
 
 
 def _natural(wpg: WpgId) -> tuple[str, int, str]:
