@@ -40,7 +40,7 @@ def queue(daemon: FakeDaemon) -> FakeDaemon:
             standing(1, "ada", "physics", 0.25),
         ],
     }
-    pending = {"state": "pending", "started_us": None, "ended_us": None, "wpgs": []}
+    pending: dict[str, Any] = {"state": "pending", "started_us": None, "ended_us": None, "wpgs": []}
     daemon.jobs = [
         make_job(1, **pending, reason_word="Priority"),
         make_job(2, **pending, reason_word="Resources"),
