@@ -168,6 +168,7 @@ class Controllers:
             if status.restarts > job.restarts and job.running:
                 await self._requeued(job, status)
             job.restarts = max(job.restarts, status.restarts)
+            job.limit_end_us = status.end_us
             await self._start(job)
         elif status.state is SlurmState.PENDING and not job.ended:
             if job.running:
@@ -184,6 +185,7 @@ class Controllers:
         elif self._memory(job.slurm_id).said:
             await self._say(job.id, job.slurm_id, "")
         job.running = job.started = True
+        job.started_us = job.started_us or self._service.now_us()
 
     async def _pending(self, job: LiveJob, status: JobStatus) -> None:
         """It has a place, and Slurm does not run it yet."""

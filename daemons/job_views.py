@@ -21,6 +21,8 @@ RELEASED = "released"
 RESTARTS = "restarts"
 #: Of the user: how much slower than alone the job may become.
 PROMISE = "max_slowdown"
+#: Likewise, in microseconds, where Slurm does not know it.
+TIME_LIMIT = "time_limit_us"
 
 
 def live_job(row: JobRow, qos: Qos | None = None) -> LiveJob:
@@ -42,6 +44,7 @@ def live_job(row: JobRow, qos: Qos | None = None) -> LiveJob:
         restarts=int(row.options.get(RESTARTS, 0)),
         max_slowdown=promised(row),
         started_us=row.started_us,
+        time_limit_us=_limit(row),
     )
 
 
@@ -52,6 +55,11 @@ def promised(row: JobRow) -> float | None:
     except (KeyError, TypeError, ValueError):
         return None
     return found if found >= 1 else None
+
+
+def _limit(row: JobRow) -> int | None:
+    found = row.options.get(TIME_LIMIT)
+    return int(found) if isinstance(found, str) and found.isdecimal() else None
 
 
 def call_kinds(row: CallRow) -> Call:

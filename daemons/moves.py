@@ -95,6 +95,17 @@ class Mover:
                 job.homes.pop(pool, None)
                 self._write_homes(job)
             return
+        self._take(job, pool, old, new, reason)
+
+    def move_training(self, job: LiveJob, new: WpgId, reason: str) -> bool:
+        """Move what a job trains to ``new``; false if something of it is under way where it is."""
+        old = job.homes.get(Pool.TRAIN)
+        if old is None or old == new or not self._may_leave(job, old):
+            return False
+        self._take(job, Pool.TRAIN, old, new, reason)
+        return True
+
+    def _take(self, job: LiveJob, pool: Pool, old: WpgId, new: WpgId, reason: str) -> None:
         job.homes[pool] = new
         cause = CauseId(f"{reason}: {old} -> {new}")
         say(log, "job_moves", job=job.id, pool=pool, old=old, new=new, reason=reason)

@@ -33,10 +33,12 @@ from plexrl_slurm.daemons.damaged_images import DamagedImages
 from plexrl_slurm.daemons.hold_hygiene import refuse_others
 from plexrl_slurm.daemons.holds import HoldKeeper
 from plexrl_slurm.daemons.intake import Intake
+from plexrl_slurm.daemons.learning import HabitBook, LearningCore
 from plexrl_slurm.daemons.moves import Mover
 from plexrl_slurm.daemons.node_addresses import NodeAddresses
 from plexrl_slurm.daemons.placement import Placer
 from plexrl_slurm.daemons.recovery import Recovery
+from plexrl_slurm.daemons.relief import Relief
 from plexrl_slurm.daemons.service_base import Parts
 from plexrl_slurm.daemons.service_jobs import PartitionService
 from plexrl_slurm.daemons.shell import Shell
@@ -49,7 +51,6 @@ from plexrl_slurm.db import schema
 from plexrl_slurm.db.engine import open_database
 from plexrl_slurm.db.holds import newest_epoch
 from plexrl_slurm.db.store import Store
-from plexrl_slurm.journal import JournalledCore
 from plexrl_slurm.logs import say
 from plexrl_slurm.memory.files import storage_errors
 from plexrl_slurm.settings import Settings
@@ -140,7 +141,7 @@ class Daemon:
         endpoint = server.start(config.hold.agent_address)
         port = make_port(config)
         books = Accounting(writer, spool)
-        core = JournalledCore(
+        core = LearningCore(
             find_policy(config.policy),
             path=config.state_dir / "journal" / f"{epoch}.jsonl",
             prior=SwitchCosts(),
@@ -166,6 +167,12 @@ class Daemon:
             state=state,
             watch=watch,
         )
+        parts.habits = HabitBook(
+            partition=config.partition, guess=config.sharing.guess, writer=writer, state=state
+        )
+        parts.habits.inform(parts.placer, core.learner)
+        core.on_step = parts.habits.stepped
+        await parts.habits.read(store)
         service = PartitionService(parts)
         books.on_end = service.call_ended
         recovery = Recovery(parts, service)
@@ -183,7 +190,8 @@ class Daemon:
         hub.on_left = DamagedImages(parts).met
         parts.hub = shell.orders = hub
         mover = Mover(parts, service, recovery)
-        shell.on_drained = mover.wpg_drained
+        relief = Relief(parts, mover)
+        shell.on_drained, parts.habits.on_news = relief.drained, relief.heard_news
         keeper = parts.holds = HoldKeeper(parts, hub, mover, endpoint=endpoint)
         if config.backend == "slurm":
             await watch.look()
@@ -212,6 +220,7 @@ class Daemon:
             *([Usage(parts).run()] if config.slurm is not None else []),
             watch.run(),
             keeper.run(),
+            relief.run(),
         ]
         tasks = [asyncio.create_task(work) for work in running]
         ends = [asyncio.create_task(event.wait()) for event in (self._stop, parts.release)]

@@ -27,6 +27,7 @@ from plexrl_slurm.slurm.port import SlurmPort
 
 if TYPE_CHECKING:
     from plexrl_slurm.daemons.holds import HoldKeeper
+    from plexrl_slurm.daemons.learning import HabitBook
 
 T = TypeVar("T")
 
@@ -51,6 +52,8 @@ class Parts:
     hub: AgentHub | None = None
     #: The partition's holds; set when the link to the agents is up.
     holds: "HoldKeeper | None" = None
+    #: What is known of jobs; set when the core exists.
+    habits: "HabitBook | None" = None
     #: URL of the API, for controllers.
     url: str = ""
     #: Raised by ``plexrl partition down``.

@@ -183,6 +183,9 @@ class PartitionService(QueueCalls):
         self.state.obstacles.pop(job_id, None)
         if live is not None:
             live.ended = True
+            if self._parts.habits is not None:
+                well = state is JobState.COMPLETED
+                self._parts.habits.ended(live, well=well, at_us=self.now_us())
             self._drop_all(live)
         await self.store.run(
             queue.finish,
@@ -247,6 +250,10 @@ class PartitionService(QueueCalls):
         elif found := self.state.obstacles.get(JobId(row["job_id"])):
             row["reason_word"] = found[0].word
 
+    def _habits(self, job_id: JobId) -> dict[str, Any] | None:
+        book, live = self._parts.habits, self.state.jobs.get(job_id)
+        return None if book is None or live is None else book.view(live)
+
     async def explain_job(self, who: Principal, job_id: JobId) -> dict[str, Any]:
         row = await self.owned(who, job_id)
         views = await self.store.read(
@@ -272,6 +279,7 @@ class PartitionService(QueueCalls):
         return {
             "job": views[0] if views else {},
             "obstacles": [each.view(now_us) for each in self.state.obstacles.get(job_id, ())],
+            "habits": self._habits(job_id),
             "sentences": sentences[:20],
             "story": [
                 {"at_us": line.at_us, "kind": line.kind, "text": line.text} for line in story

@@ -49,6 +49,9 @@ class LiveJob:
     #: How much slower than alone it may become; ``None``: what the partition promises.
     max_slowdown: float | None = None
     started_us: int | None = None
+    #: Of its controller; and when Slurm says that it ends it.
+    time_limit_us: int | None = None
+    limit_end_us: int | None = None
     #: Why it cannot go on under the partition's present configuration.
     unfit: str = ""
 

@@ -435,6 +435,31 @@ class PartitionRow(Base):
     draining: Mapped[bool]
 
 
+class ProfileRow(Base):
+    """What jobs of one kind have been like; ``profiles`` writes it. One WPG size a row."""
+
+    __tablename__ = "profiles"
+    __table_args__ = (
+        UniqueConstraint("partition", "user", "name", "model", "gpus"),
+        Index(None, "partition", "model"),
+    )
+
+    id: Mapped[RowKey]
+    partition: Mapped[str]
+    user: Mapped[str]
+    #: Of the job.
+    name: Mapped[str]
+    model: Mapped[str]
+    #: Of the training WPG.
+    gpus: Mapped[int]
+    #: ``core.learning.Learned`` as JSON.
+    learned: Mapped[dict[str, Any]]
+    #: Steps of the last job that ended well, and how long it ran; 0: none has.
+    run_steps: Mapped[int]
+    run_us: Mapped[int]
+    updated_us: Mapped[int]
+
+
 class LedgerRow(Base):
     """A closed stretch of a WPG's time. Append-only: triggers refuse any change."""
 

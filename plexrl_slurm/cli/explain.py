@@ -24,10 +24,26 @@ def explain(app: App, numbers: list[JobNumber]) -> None:
     app.answer(answer, lambda: "\n\n".join(_text(number, each) for number, each in found.items()))
 
 
+def _believed(job: Mapping[str, Any], habits: Mapping[str, Any] | None) -> list[str]:
+    """What placement goes by."""
+    if habits is None:
+        return []
+    step_us = max(1, habits["step_us"])
+    said = (
+        f"A step alone takes {step_us / 1e6:.3g} s: {habits['train_us'] / step_us:.0%} on its "
+        f"training WPG, {habits['sample_us'] / step_us:.0%} on its rollout WPG"
+        f"{', both at once' if habits['overlaps'] else ''} (by {habits['from']})."
+    )
+    if (promised := job.get("max_slowdown")) is not None:
+        said += f" It was promised at most {promised:.2f} times that."
+    return ["", said]
+
+
 def _text(number: str, found: Mapping[str, Any]) -> str:
     job = found["job"]
     lines = [f"Job {number} ({job['name']}) is {show.long_state(job['state'])}."]
     lines += [str(sentence) for sentence in found["sentences"]]
+    lines += _believed(job, found.get("habits"))
     if found["deployments"]:
         lines += ["", "Deployments:"]
         lines += [

@@ -106,7 +106,7 @@ def _train_home(
             node_bytes=_ENDLESS,
             groups=groups,
         )
-        found = grouping.place(_member(who, partition, gpus, slow), pools, rules)
+        found = grouping.place(member_of(who, partition, gpus, slow), pools, rules)
         if isinstance(found, Home):
             return free[0] if found.group is None else shape[found.group].wpg.id
     return None
@@ -127,14 +127,15 @@ def groups_of(
             number=number,
             gpus=site.wpg.gpus,
             host_bytes=_ENDLESS,
-            members={each.job: _member(each, partition, site.wpg.gpus, slow) for each in others},
+            members={each.job: member_of(each, partition, site.wpg.gpus, slow) for each in others},
         )
     return groups, free
 
 
-def _member(
+def member_of(
     each: Applicant, partition: Partition, gpus: int, slow: Mapping[JobId, float]
 ) -> Member:
+    """As grouping sees it: what its promise leaves for a training WPG of so many GPUs."""
     return Member(
         job=each.job,
         train_gpus=gpus,

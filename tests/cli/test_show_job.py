@@ -1,11 +1,12 @@
 """What the queue's commands say of a job: its promise, and the word for what it waits for."""
 
 import json
+from typing import Any
 
 from tests.cli.conftest import FakeDaemon, make_job
 from tests.cli.test_commands import Plexrl
 
-WAITS = {
+WAITS: dict[str, Any] = {
     "state": "pending",
     "started_us": None,
     "ended_us": None,

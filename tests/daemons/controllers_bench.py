@@ -104,7 +104,7 @@ class Bench:
             shell=SimpleNamespace(tick=lambda flush: None, entries={}),
             writer=SimpleNamespace(add=lambda *_, **__: None, drain=_nothing),
             url="http://x",
-            **dict.fromkeys(("spool", "books", "placer")),
+            **dict.fromkeys(("spool", "books", "placer", "habits")),
         )
         self.parts = parts
         self.service = PartitionService(parts)

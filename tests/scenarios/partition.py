@@ -275,7 +275,7 @@ max_context_length = 256
 
 
 def _lines(values: Mapping[str, Any]) -> str:
-    return "\n".join(f"{key} = {json.dumps(value)}" for key, value in values.items())
+    return "\n".join(f"{key} = {_inline(value)}" for key, value in values.items())
 
 
 def _inline(value: Any) -> str:
