@@ -13,6 +13,7 @@ from plexrl_slurm.core.ids import JobId, WpgId
 from plexrl_slurm.core.messages import Pool
 from plexrl_slurm.core.obstacles import Obstacle, ObstacleKind
 from plexrl_slurm.core.profiles import Habits
+from plexrl_slurm.core.reservation import open_to_all
 from plexrl_slurm.core.sites import Applicant, Partition, Settled, Site, host_need
 from plexrl_slurm.daemons.layout import HeldWpg
 from plexrl_slurm.daemons.state import LiveJob, State
@@ -20,6 +21,12 @@ from plexrl_slurm.settings import Settings, WpgSettings
 
 #: What a job is like on WPGs of so many GPUs, when it uses a model.
 HabitsOf = Callable[[LiveJob, str, int], Habits]
+
+
+_KEPT_FREE = Obstacle(
+    kind=ObstacleKind.RESERVATION,
+    sentence="what is free is kept for jobs of a reserved qos: wait, or ask for such a qos",
+)
 
 
 class Placer:
@@ -39,6 +46,7 @@ class Placer:
         #: When a job is expected to end.
         self.ends_of: Callable[[LiveJob], int | None] = lambda _job: None
         self.rules = settings.sharing.rules
+        self._reservation = settings.queue.reservation
         self._promise = settings.sharing.max_slowdown
         self._state, self._models = state, settings.models
         self._host_bytes, self._tables = settings.host_bytes, settings.wpgs
@@ -81,8 +89,13 @@ class Placer:
         specs = [self._model(name) for name in models]
         if not specs:
             return Placement(homes={})
-        who = self._applicant(job, specs)
-        return self._place(who, self.partition(without=ended, but=job), self.rules)
+        who, whole = self._applicant(job, specs), self.partition(without=ended, but=job)
+        seen = self._seen_by(job, whole)
+        found = self._place(who, seen, self.rules)
+        if isinstance(found, Placement) or seen is whole:
+            return found
+        free = self._place(who, whole, self.rules)
+        return (_KEPT_FREE,) if isinstance(free, Placement) else free
 
     def home(self, job: LiveJob, pool: Pool, model: ModelSpec) -> WpgId:
         """The job's WPG in ``pool``. Raises ``BadInput`` where there is none with room, and
@@ -93,7 +106,7 @@ class Placer:
         """
         if pool not in job.homes:
             who = self._applicant(job, [model])
-            found = self._where_least(who, self.partition(), pool)
+            found = self._where_least(who, self._seen_by(job, self.partition()), pool)
             if not isinstance(found, Placement):
                 raise BadInput("; ".join(obstacle.sentence for obstacle in found))
             job.homes[pool] = found.homes[pool]
@@ -130,9 +143,20 @@ class Placer:
             settled.append(Settled(who=self._resident(job), homes=homes))
         return Partition(sites=self._sites(), settled=settled)
 
+    def applicant(self, job: LiveJob, models: Sequence[str]) -> Applicant:
+        """A job that declares ``models``. Raises ``UnknownModel``."""
+        return self._applicant(job, [self._model(name) for name in models])
+
     def promise(self, job: LiveJob) -> float:
         """How much slower than alone it may become."""
         return job.max_slowdown if job.max_slowdown is not None else self._promise
+
+    def _seen_by(self, job: LiveJob, partition: Partition) -> Partition:
+        """Without what is kept free for others."""
+        if job.reserved or not self._reservation.any:
+            return partition
+        reserved = {each.id for each in self._state.jobs.values() if each.reserved}
+        return open_to_all(partition, self._reservation, reserved)
 
     # -- asking the core ---------------------------------------------------------------------
     def _where_least(

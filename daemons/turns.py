@@ -1,0 +1,206 @@
+"""The queue pass of intake: who is looked at, who gets a place, and why the others wait.
+
+A job gets its place in memory first, then its row is claimed; if the daemon is killed in between,
+nothing has happened, and after the claim the row's lease brings it back.
+"""
+
+import logging
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from typing import Final, TypeAlias
+
+from plexrl_slurm.clock import now_us
+from plexrl_slurm.core.errors import Denied, InvalidTransition, ModelTooLarge, UnknownModel
+from plexrl_slurm.core.ids import JobId
+from plexrl_slurm.core.limits import Held, HeldKind
+from plexrl_slurm.core.obstacles import ObstacleKind
+from plexrl_slurm.core.states import JobState
+from plexrl_slurm.core.turns import End, Walk
+from plexrl_slurm.daemons.job_views import live_job
+from plexrl_slurm.daemons.recovery import LEASE_US
+from plexrl_slurm.daemons.service_base import Parts
+from plexrl_slurm.daemons.standings import Standings
+from plexrl_slurm.daemons.state import LiveJob, Wait
+from plexrl_slurm.db import queue
+from plexrl_slurm.db.engine import Session
+from plexrl_slurm.db.models import JobRow
+from plexrl_slurm.logs import say
+
+log = logging.getLogger(__name__)
+
+#: Numbers in a sentence change all the time: they are written anew no more often than this.
+WRITE_US: Final = 10_000_000
+
+Waits: TypeAlias = tuple[Wait, ...]
+
+
+class Turns:
+    """Part of intake."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        standings: Standings,
+        *,
+        admit: Callable[[JobRow, LiveJob], Awaitable[None]],
+        give_up: Callable[[LiveJob, str], Awaitable[None]],
+    ) -> None:
+        self._parts, self._standings = parts, standings
+        self._admit, self._give_up = admit, give_up
+        #: When each job's obstacles were written.
+        self._written_us: dict[JobId, int] = {}
+
+    async def look(self) -> None:
+        """One pass along the queue."""
+        at_us, parts = now_us(), self._parts
+        rows = await parts.store.run(queue.living, parts.settings.partition)
+        for row in rows:
+            if row.owner == str(parts.epoch) and JobId(row.id) not in parts.state.jobs:
+                await self._give_back(row)
+        waiting = [r for r in rows if r.state is JobState.PENDING and r.slurm_id is not None]
+        if not waiting:
+            parts.state.waiting_since_us = None
+            parts.state.obstacles.clear()
+            return
+        await self._standings.refresh(parts.store, at_us)
+        tally = self._standings.tally(rows)
+        walk: Walk[Waits] = Walk(self._standings.queue.turns, at_us)
+        waits: dict[JobId, tuple[JobRow, Waits]] = {}
+        oldest_us: int | None = None
+        stopper = ""
+        for standing in self._standings.in_order(waiting, at_us):
+            row = standing.row
+            if (known := parts.state.jobs.get(JobId(row.id))) is not None:
+                await self._claim_again(known)
+                continue
+            if (held := self._standings.holds(row, tally)) is not None:
+                waits[JobId(row.id)] = (row, (held,))
+                continue
+            job = live_job(row, self._standings.qos(row))
+            if walk.ended is not None and not self._passes(job, walk.ended):
+                waits[job.id] = (row, (self._behind(walk.ended, stopper),))
+                continue
+            shape = self._shape(row, job)
+            try:
+                obstacles = walk.look(shape) or self._place(job, row)
+            except (ModelTooLarge, UnknownModel) as problem:
+                job.unfit = str(problem)
+                parts.state.jobs[job.id] = job  # so that it is tried again where Slurm is away
+                await self._give_up(job, job.unfit)
+                continue
+            if not obstacles:
+                if await self._take(job):
+                    tally.enter(self._standings.subject(row))
+                continue
+            waits[job.id] = (row, obstacles)
+            oldest_us = min(oldest_us or row.submitted_us, row.submitted_us)
+            if obstacles[0].kind is ObstacleKind.RESERVATION:
+                continue  # there is room, and it is not for this one: nobody waits behind it
+            if walk.ended is None or walk.ended is End.DEPTH:
+                stopper = row.slurm_id or str(row.id)
+            walk.fails(obstacles, since_us=row.submitted_us, shape=shape)
+        parts.state.waiting_since_us = oldest_us
+        await self._say(waits, at_us)
+
+    def _passes(self, job: LiveJob, end: End) -> bool:
+        """Room was set aside for some, and they wait for nobody else's."""
+        return job.reserved and self._standings.queue.reservation.any and end is not End.DEPTH
+
+    def _place(self, job: LiveJob, row: JobRow) -> Waits:
+        """Give it homes, or say what is in the way."""
+        return self._parts.placer.admit(job, list(row.models))
+
+    @staticmethod
+    def _shape(row: JobRow, job: LiveJob) -> Hashable:
+        """Jobs of one shape find a place, or none, together."""
+        return (tuple(row.models), job.reserved, row.options.get("max_slowdown"))
+
+    def _behind(self, end: End, stopper: str) -> Held:
+        if end is End.DEPTH:
+            sentence = (
+                f"{self._standings.queue.turns.depth} jobs that go first were looked at, and a "
+                f"pass looks at no more"
+            )
+        elif end is End.GUARD:
+            sentence = f"job {stopper} has waited so long that nobody goes before it"
+        else:
+            sentence = f"job {stopper} goes first, and finds no place yet"
+        return Held(kind=HeldKind.PRIORITY, sentence=sentence)
+
+    async def _take(self, job: LiveJob) -> bool:
+        """Claim the row of a job that has its homes; false if it is not to be had any more."""
+        jobs = self._parts.state.jobs
+        jobs[job.id] = job  # from now on its homes count
+        try:
+            row = await self._claim(job)
+        except BaseException:
+            jobs.pop(job.id, None)
+            raise
+        if row is None or job.ended:
+            say(log, "ended_while_claimed", job=job.id)
+            jobs.pop(job.id, None)
+            return False
+        await self._admit(row, job)
+        return True
+
+    async def _claim_again(self, job: LiveJob) -> None:
+        """The lease of a job of ours had lapsed."""
+        if not job.unfit and (taken := await self._claim(job)) is not None:
+            await self._admit(taken, job)
+
+    async def _give_back(self, row: JobRow) -> None:
+        """Its claim was kept, and nobody heard of it: the connection broke at that moment."""
+        owner = str(self._parts.epoch)
+        try:
+            await self._parts.store.run(
+                queue.unclaim, JobId(row.id), owner=owner, obstacles=[], now_us=now_us()
+            )
+        except (InvalidTransition, Denied):
+            say(log, "ended_while_claimed", job=row.id)
+
+    async def _claim(self, job: LiveJob) -> JobRow | None:
+        parts = self._parts
+        return await parts.store.run(
+            _claim_with_homes,
+            job.id,
+            partition=parts.settings.partition,
+            owner=str(parts.epoch),
+            homes={str(pool): str(wpg) for pool, wpg in job.homes.items()},
+            at_us=now_us(),
+        )
+
+    async def _say(self, waits: dict[JobId, tuple[JobRow, Waits]], at_us: int) -> None:
+        """Write down why they wait, where that is news."""
+        state = self._parts.state
+        changes: list[tuple[JobId, list[str], bool]] = []
+        for job, (row, obstacles) in waits.items():
+            sentences = [each.sentence for each in obstacles]
+            before = state.obstacles.get(job)
+            if list(row.obstacles) == sentences:
+                continue
+            # A new daemon knows no kinds: what an earlier one wrote is as good as news.
+            new = before is None or [e.kind for e in before] != [e.kind for e in obstacles]
+            if new or at_us - self._written_us.get(job, 0) >= WRITE_US:
+                changes.append((job, sentences, new))
+                self._written_us[job] = at_us
+        state.obstacles = {job: obstacles for job, (_, obstacles) in waits.items()}
+        for gone in self._written_us.keys() - waits.keys():
+            del self._written_us[gone]
+        if changes:
+            await self._parts.store.run(_write, changes, at_us)
+
+
+def _claim_with_homes(
+    session: Session, job: JobId, *, partition: str, owner: str, homes: dict[str, str], at_us: int
+) -> JobRow | None:
+    """Both or none: whoever finds the claim finds the homes."""
+    row = queue.claim(
+        session, partition=partition, owner=owner, lease_us=LEASE_US, now_us=at_us, job=job
+    )
+    if row is not None:
+        queue.set_homes(session, job, homes)
+    return row
+
+
+def _write(session: Session, changes: Sequence[tuple[JobId, list[str], bool]], at_us: int) -> None:
+    for job, sentences, tell in changes:
+        queue.keep_waiting(session, job, obstacles=sentences, tell=tell, now_us=at_us)
