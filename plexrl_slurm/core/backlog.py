@@ -30,7 +30,7 @@ class Backlog:
     #: Most jobs that one pass looks at.
     depth: int = 64
     #: With backfill: those that join a group before those that need a new one.
-    joins_first: bool = True
+    joins_first: bool = False
     jobs: dict[JobId, Waiting] = field(default_factory=dict)
     #: What stood in the way when a job was last looked at.
     why: dict[JobId, Why] = field(default_factory=dict)

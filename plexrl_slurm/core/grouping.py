@@ -132,8 +132,8 @@ class Rules:
     most: int = 6
     #: Most load of one group.
     full: float = 0.95
-    #: Of a promise that has not been used up; below 1 it leaves room for error.
-    margin: float = 1.0
+    #: Share of a promise that a prediction may use; below 1 it leaves room for error.
+    margin: float = 0.9
 
 
 def find_placement(name: str) -> Placement:

@@ -52,7 +52,7 @@ class Plan:
     scaling: float = 0.8
     #: A job moves to another group if that is expected to be worth it for so long, and not again
     #: before; 0: nobody moves.
-    regroup_us: int = HOUR_US
+    regroup_us: int = HOUR_US // 2
     #: Mean time between two losses of a node; 0: none is lost.
     node_loss_hours: float = 0.0
     #: From the loss of a node to its WPG with a new one.

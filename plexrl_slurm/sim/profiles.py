@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from plexrl_slurm.core.grouping import Member
+from plexrl_slurm.core.grouping import Member, Placement
 from plexrl_slurm.core.predict import Profile
 from plexrl_slurm.sim.cluster import Cluster, Plan
 from plexrl_slurm.sim.job import SimJob
@@ -37,6 +37,8 @@ class Profiles:
 
     def _shapes(self, gpus: int) -> tuple[tuple[int, float], ...]:
         """Larger WPGs that would do. A part of a phase does not get shorter with more GPUs."""
+        if self._plan.rules.placement is not Placement.FIT:
+            return ()  # the others are the paper's
         most = gpus * self._plan.widest
         return tuple(
             (size, 1 - self._plan.scaling * (1 - gpus / size))

@@ -13,7 +13,7 @@ import numpy as np
 
 from plexrl_slurm.core.backlog import Backlog, Waiting
 from plexrl_slurm.core.costs import SwitchCosts
-from plexrl_slurm.core.grouping import Group, Home, Member, Pools, Why, place
+from plexrl_slurm.core.grouping import Group, Home, Member, Placement, Pools, Why, place
 from plexrl_slurm.core.ids import CallId, CauseId, DeploymentId, JobId, WpgId
 from plexrl_slurm.core.ledger import split
 from plexrl_slurm.core.messages import (
@@ -89,7 +89,12 @@ class World:
             node_gpus=cluster.node_gpus,
             node_bytes=cluster.node_bytes,
         )
-        self.backlog = Backlog(backfill=plan.backfill, guard_us=plan.guard_us, depth=plan.depth)
+        self.backlog = Backlog(
+            backfill=plan.backfill,
+            guard_us=plan.guard_us,
+            depth=plan.depth,
+            joins_first=plan.rules.placement is Placement.FIT,
+        )
         self.records = {
             JobId(number): Record(job=SimJob.of(number, job), submit_us=job.submit_us)
             for number, job in enumerate(trace, 1)
