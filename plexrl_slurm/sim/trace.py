@@ -124,7 +124,7 @@ class TraceJob(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One line."""
 
     v: Literal[1]
-    id: str
+    id: Annotated[str, Meta(min_length=1)]
     submit_us: Annotated[int, Meta(ge=0)]
     user: str
     account: str
@@ -197,4 +197,17 @@ def _sentence(error: Any) -> str:
     """``train.gpus: Expected `int` >= 1`` from msgspec's words."""
     text, _, where = str(error).partition(" - at `$")
     key = where.strip("`.")
-    return f"{key}: {text}" if key else text
+    return (f"{key}: {text}" if key else text) + _allowed(key, text)
+
+
+def _allowed(key: str, text: str) -> str:
+    """What would be right, where msgspec says only what is wrong."""
+    kind = msgspec.inspect.type_info(TraceJob)
+    for name in filter(None, key.split(".")):
+        fields = kind.fields if isinstance(kind, msgspec.inspect.StructType) else ()
+        kind = next((each.type for each in fields if each.encode_name == name), kind)
+    if "Invalid enum" in text and isinstance(kind, msgspec.inspect.LiteralType):
+        return f": give {' or '.join(map(str, kind.values))}"
+    if "unknown field" in text and isinstance(kind, msgspec.inspect.StructType):
+        return f": its keys are {', '.join(each.encode_name for each in kind.fields)}"
+    return ""

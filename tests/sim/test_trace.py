@@ -30,7 +30,12 @@ def changed(**changes: Any) -> dict[str, Any]:
         (changed(train__gpus=0), "train.gpus: Expected `int` >= 1"),
         (changed(train__gpus=-8), "train.gpus: Expected `int` >= 1"),
         (changed(steps="ten"), "steps: Expected `int`, got `str`"),
-        (changed(mode="batch"), "mode: Invalid enum value 'batch'"),
+        ("[]", "Expected `object`, got `array`"),
+        (changed(id=""), "id: Expected `str` of length >= 1"),
+        (changed(mode="batch"), "mode: Invalid enum value 'batch': give async1 or sync"),
+        (changed(phases__optim_s__dist="gauss"), "'gauss': give const or lognormal"),
+        (changed(model__params=0), "model.params: Expected `int` >= 1"),
+        (changed(walltime_s=-1), "walltime_s: Expected `float` > 0"),
         (changed(slo__max_slowdown=0.9), "slo.max_slowdown: Expected `float` >= 1"),
         (changed(phases__rollout_s__median=-1), "phases.rollout_s.median: Expected `float` >= 0"),
         (changed(steps=10**30), "steps: Expected `int` <= 1000000"),
@@ -38,7 +43,10 @@ def changed(**changes: Any) -> dict[str, Any]:
         (changed(phases__rollout_s__sigma=1e300), "sigma: Expected `float` <= 10"),
         (changed(model__train_bytes_per_param=1e300), "Expected `float` <= 1000000"),
         (changed(submit_us=-1), "submit_us: Expected `int` >= 0"),
-        (changed(colour="red"), "unknown field `colour`"),
+        (changed(colour="red"), "unknown field `colour`: its keys are v, id, submit_us, user"),
+        (changed(train__colour=1), "unknown field `colour`: its keys are gpus, tp, pp, dp"),
+        (changed(phases={}), "phases: Object missing required field `rollout_s`"),
+        (changed(phases__optim_s={"dist": "const"}), "optim_s: Object missing required field"),
         ({key: value for key, value in LINE.items() if key != "model"}, "missing required"),
         (changed(v=2), "v: Invalid enum value 2"),
     ],
@@ -59,9 +67,18 @@ def test_an_id_is_refused_the_second_time(tmp_path: Path) -> None:
         read_trace(path)
 
 
-def test_an_empty_trace_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadScript, match="has no job"):
-        read_trace(written(tmp_path / "trace.jsonl", ""))
+@pytest.mark.parametrize("text", ["", "\n\n"])
+def test_an_empty_trace_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "trace.jsonl").write_text(text)
+    with pytest.raises(BadScript, match="has no job: a trace is one JSON object a line"):
+        read_trace(tmp_path / "trace.jsonl")
+
+
+def test_lines_whose_clock_goes_backwards_are_read_in_the_order_of_their_instants(
+    tmp_path: Path,
+) -> None:
+    path = written(tmp_path / "t.jsonl", changed(id="b", submit_us=9), changed(submit_us=3))
+    assert [(each.id, each.submit_us) for each in read_trace(path)] == [("a", 3), ("b", 9)]
 
 
 def test_a_trace_that_is_not_there_is_refused(tmp_path: Path) -> None:
