@@ -102,7 +102,7 @@ class Books:
         """A sample waits."""
         tenant.samples[entry.call.id] = entry
         phase = self.rollouts[entry.call.job] = lane.phase(tenant, entry.call.job)
-        phase.wait(entry.call.kind, entry.ready_us, self.estimates, self.hold_us)
+        phase.wait(entry.call.kind, entry.ready_us, self.estimates, self.hold_us, tenant.key)
         lane.waiting[tenant.key] = tenant
 
     def drop_sample(self, lane: Lane, tenant: Tenant, entry: Entry) -> None:
@@ -163,6 +163,7 @@ class Books:
         self.attained_us[lane.id, job] = had + lane.now_us - run.start_us
         phase = lane.phase(tenant, job)
         if tenant.program is None:
+            phase.last_key = tenant.key
             phase.end(kind, lane.now_us, self.estimates, self.hold_us)
             entry.deaths = 0
             entry.part = run.part + 1

@@ -4,6 +4,7 @@ from typing import Final
 
 from plexrl_slurm.core.ids import JobId
 from plexrl_slurm.core.messages import FunctionKind, Pool
+from plexrl_slurm.core.stalls import Stalls
 
 #: Duration of a function of which nothing is known.
 PRIOR_FUNCTION_US: Final = 1_000_000
@@ -28,6 +29,8 @@ class Estimates:
         self._steps: dict[JobId, int] = {}
         #: When the last step ended, and how long the job has waited for GPUs since.
         self._since: dict[JobId, tuple[int, int]] = {}
+        #: Pauses of rollouts.
+        self.stalls = Stalls()
 
     def function_us(self, job: JobId, kind: FunctionKind) -> int:
         """Expected duration of one part of a function."""
@@ -35,6 +38,8 @@ class Estimates:
 
     def gap_us(self, job: JobId, previous: FunctionKind) -> int | None:
         """Expected time from the end of ``previous`` to the arrival of the next call."""
+        if previous is FunctionKind.SAMPLE:
+            return self.stalls.gap_us(job)
         return self._gaps.get(job, {}).get(previous)
 
     def phase_us(self, job: JobId, pool: Pool) -> int | None:
@@ -49,7 +54,13 @@ class Estimates:
         means = self._functions.setdefault(job, {})
         means[kind] = ewma(means.get(kind), duration_us)
 
-    def saw_gap(self, job: JobId, previous: FunctionKind, gap_us: int) -> None:
+    def saw_gap(
+        self, job: JobId, previous: FunctionKind, gap_us: int, *, stall: bool = False
+    ) -> None:
+        """``stall``: it was long, and of a rollout that then went on."""
+        if previous is FunctionKind.SAMPLE:
+            self.stalls.saw(job, gap_us, stall=stall)
+            return
         means = self._gaps.setdefault(job, {})
         means[previous] = ewma(means.get(previous), gap_us)
 
@@ -78,3 +89,4 @@ class Estimates:
         self._phases.pop(job, None)
         self._steps.pop(job, None)
         self._since.pop(job, None)
+        self.stalls.forget(job)
