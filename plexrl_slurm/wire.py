@@ -128,6 +128,8 @@ class Sample(msgspec.Struct, frozen=True, tag="sample"):
     topk_prompt_logprobs: int = 0
     #: For every sampled position the K most likely tokens.
     topk_sample_logprobs: int = 0
+    #: What a pause left (:class:`Paused`), one for each sample, to go on from; empty: nothing.
+    resume: list["Sequence"] = []
 
 
 class Doomed(msgspec.Struct, frozen=True, tag="doomed"):
@@ -178,7 +180,7 @@ class Sequence(msgspec.Struct, frozen=True):
     tokens: list[int]
     #: One per token: logprob under the raw (temperature 1, unfiltered) distribution.
     logprobs: list[float]
-    #: ``stop`` or ``length``.
+    #: ``stop`` or ``length``; ``paused`` if it goes on after a pause.
     stop_reason: str
     topk: TopK | None = None
 
@@ -192,6 +194,19 @@ class SampleOutput(msgspec.Struct, frozen=True, tag="sample"):
     topk_prompt: TopK | None = None
     #: Prompt tokens found in the prefix cache.
     cached_tokens: int = 0
+    #: After a pause: tokens whose keys and values were computed again, and microseconds it took.
+    prefilled: tuple[int, int] = (0, 0)
+
+
+class Paused(msgspec.Struct, frozen=True, tag="paused"):
+    """A sample call was stopped at a token boundary; ``Sample.resume`` takes it up again."""
+
+    sequences: list[Sequence]
+
+    @property
+    def tokens(self) -> int:
+        """Sampled so far, of the samples that go on."""
+        return sum(len(s.tokens) for s in self.sequences if s.stop_reason == "paused")
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -212,9 +227,10 @@ Result: TypeAlias = TrainOutput | OptimOutput | Saved | SampleOutput | Failed | 
 _encoder = msgspec.msgpack.Encoder()
 _bodies = msgspec.msgpack.Decoder(Body)
 _results = msgspec.msgpack.Decoder(Result)
+_runs = msgspec.msgpack.Decoder(Result | Paused)
 
 
-def encode(value: Body | Result) -> bytes:
+def encode(value: Body | Result | Paused) -> bytes:
     """The bytes of a body or a result."""
     return _encoder.encode(value)
 
@@ -227,3 +243,8 @@ def decode_body(data: bytes | memoryview) -> Body:
 def decode_result(data: bytes | memoryview) -> Result:
     """The result behind the bytes; raises ``msgspec.DecodeError`` on foreign bytes."""
     return _results.decode(data)
+
+
+def decode_run(data: bytes | memoryview) -> Result | Paused:
+    """What a run gave: a result, or what a pause left; raises as :func:`decode_result`."""
+    return _runs.decode(data)
