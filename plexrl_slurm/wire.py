@@ -224,13 +224,18 @@ class Created(msgspec.Struct, frozen=True, tag="created"):
 
 Result: TypeAlias = TrainOutput | OptimOutput | Saved | SampleOutput | Failed | Created
 
+#: What one run gives.
+RunResult: TypeAlias = Result | Paused
+
 _encoder = msgspec.msgpack.Encoder()
 _bodies = msgspec.msgpack.Decoder(Body)
 _results = msgspec.msgpack.Decoder(Result)
-_runs = msgspec.msgpack.Decoder(Result | Paused)
+_paused = msgspec.msgpack.Decoder(Paused)
+#: How it begins.
+_PAUSED = _encoder.encode(Paused([]))[: len(b"\x82\xa4type\xa6paused")]
 
 
-def encode(value: Body | Result | Paused) -> bytes:
+def encode(value: Body | RunResult) -> bytes:
     """The bytes of a body or a result."""
     return _encoder.encode(value)
 
@@ -245,6 +250,6 @@ def decode_result(data: bytes | memoryview) -> Result:
     return _results.decode(data)
 
 
-def decode_run(data: bytes | memoryview) -> Result | Paused:
-    """What a run gave: a result, or what a pause left; raises as :func:`decode_result`."""
-    return _runs.decode(data)
+def decode_paused(data: bytes | memoryview) -> Paused | None:
+    """What a pause left; ``None``: the bytes are of a result. Costs nothing with a result."""
+    return _paused.decode(data) if bytes(data[: len(_PAUSED)]) == _PAUSED else None

@@ -5,6 +5,7 @@ from typing import Final
 from plexrl_slurm.core.ids import JobId
 from plexrl_slurm.core.messages import FunctionKind, Pool
 from plexrl_slurm.core.stalls import Stalls
+from plexrl_slurm.core.tails import Lengths
 
 #: Duration of a function of which nothing is known.
 PRIOR_FUNCTION_US: Final = 1_000_000
@@ -31,6 +32,8 @@ class Estimates:
         self._since: dict[JobId, tuple[int, int]] = {}
         #: Pauses of rollouts.
         self.stalls = Stalls()
+        #: Of sample calls.
+        self.lengths = Lengths()
 
     def function_us(self, job: JobId, kind: FunctionKind) -> int:
         """Expected duration of one part of a function."""
@@ -90,3 +93,4 @@ class Estimates:
         self._steps.pop(job, None)
         self._since.pop(job, None)
         self.stalls.forget(job)
+        self.lengths.forget(job)

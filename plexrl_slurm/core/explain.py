@@ -36,6 +36,8 @@ class ReasonKind(StrEnum):
     AHEAD = "ahead"
     #: New samples do not join: somebody else is to follow.
     LEAVING = "leaving"
+    #: It is a tail's, which was paused for somebody else.
+    PAUSED = "paused"
     #: It is next.
     NEXT = "next"
     #: A rollout that has no call now, and has paused like this before.
@@ -164,6 +166,9 @@ def _of_call(planner: Planner, entry: Entry) -> Iterator[Reason]:
     if call.id in lane.running:
         yield Reason(kind=ReasonKind.RUNNING, sentence=f"{what} runs on {lane.id}", wpg=lane.id)
         return
+    if entry.pauses:
+        sentence = f"{what} was paused after {entry.sampled} tokens and goes on there"
+        yield Reason(kind=ReasonKind.PAUSED, sentence=sentence, wpg=lane.id)
     program = tenant.program
     if program is not None and not entry.answered:
         first = program.frontier[0]
@@ -325,7 +330,8 @@ def _running(lane: Lane) -> Iterator[Reason]:
     if not runs:
         sentence = f"{lane.id} is running a call from before the restart"
     elif runs[0].kind is FunctionKind.SAMPLE:
-        sentence = f"{lane.id} is running {len(runs)} samples of {_jobs(jobs)}"
+        does = "pausing the last" if lane.pausing else "running"
+        sentence = f"{lane.id} is {does} {len(runs)} samples of {_jobs(jobs)}"
     else:
         sentence = f"{lane.id} is running {runs[0].kind} of {_jobs(jobs)}"
     job = jobs[0] if len(jobs) == 1 else None
