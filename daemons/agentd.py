@@ -171,7 +171,7 @@ class Agent:
                 case tm.AbortOrder():
                     for order, (wpg, call, _) in list(self._orders.running.items()):
                         if (wpg, call) == (command.wpg, command.call):
-                            await self._orders.gangs[wpg].abort(order)
+                            await self._orders.gangs[wpg].abort(order, pause=command.pause)
                 case tm.PersistOrder():
                     by = self._parts if command.share else self._orders
                     self._spawn(by.persist(command))

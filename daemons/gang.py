@@ -136,10 +136,11 @@ class Gang:
             self._signal_all()
             raise GangLost(self._reason) from None
 
-    async def abort(self, order_id: str) -> None:
-        """Tell a sampling rank that nobody waits for ``order_id``."""
+    async def abort(self, order_id: str, *, pause: bool = False) -> None:
+        """Tell a sampling rank that nobody waits for ``order_id``, or to ``pause`` it."""
         if self.state == "up":
-            order = ranklink.Order(f"abort {order_id}", ranklink.Abort(order_id))
+            what = ranklink.Pause(order_id) if pause else ranklink.Abort(order_id)
+            order = ranklink.Order(f"abort {order_id}", what)
             await self._send(self._identity(0), ranklink.encode(order))
 
     def heard(self, identity: str, report: ranklink.Report) -> None:

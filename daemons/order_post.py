@@ -1,7 +1,7 @@
 """Orders to agents, as messages: the outgoing half of the hub."""
 
 from plexrl_slurm.core.ids import CallId, WpgId
-from plexrl_slurm.core.messages import Call, Expect, Persist, Run, SaveImage, Switch
+from plexrl_slurm.core.messages import Call, Expect, Pause, Persist, Run, SaveImage, Switch
 from plexrl_slurm.daemons.agent_views import AgentView, WpgView
 from plexrl_slurm.daemons.gang_hub import GangHub
 from plexrl_slurm.daemons.image_stories import ImageStories
@@ -126,6 +126,12 @@ class OrderPost:
     def abort(self, wpg: WpgId, call: CallId) -> None:
         for address in self._agents_of(wpg):
             self._post(address, tm.AbortOrder(epoch=self._epoch, wpg=wpg, call=call))
+
+    def pause(self, step: Pause) -> None:
+        for address in self._agents_of(step.wpg):
+            for call in step.calls:
+                order = tm.AbortOrder(epoch=self._epoch, wpg=step.wpg, call=call, pause=True)
+                self._post(address, order)
 
     def _agents_of(self, wpg: str) -> list[bytes]:
         """Those that have said hello."""

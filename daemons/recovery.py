@@ -277,9 +277,10 @@ class Recovery:
         """A run that ended while no daemon was there; the core never hears of it."""
         shell, call = self._parts.shell, CallId(done.call)
         lost = self._service.lost_samples.pop(call, None)
+        paused = done.ok and wire.decode_paused(done.result) is not None
         if lost is not None:
             sampler, line = lost
-            if done.ok:
+            if done.ok and not paused:
                 entry = Entry(call=_sample_call(sampler, line.call, line.seq), sample=line.body)
                 entry.resolve(wire.decode_result(done.result))
                 shell.entries[call] = entry
@@ -287,7 +288,7 @@ class Recovery:
                 self._service.begin_sample(sampler, line)
             return
         entry_or_none = shell.entries.get(call)
-        if entry_or_none is None or entry_or_none.ended.is_set():
+        if paused or entry_or_none is None or entry_or_none.ended.is_set():
             return
         entry = entry_or_none
         shell.keep_part(call, done.part, ok=done.ok, result=done.result, error=done.error)

@@ -32,6 +32,7 @@ from plexrl_slurm.core.messages import (
     Forget,
     FunctionKind,
     ImagesLeft,
+    Pause,
     Persist,
     Persisted,
     Room,
@@ -47,6 +48,7 @@ from plexrl_slurm.core.messages import (
 from plexrl_slurm.core.scheduler import SchedulerCore
 from plexrl_slurm.daemons.orders import Durable, Orders, Weights
 from plexrl_slurm.daemons.parts import cut, join
+from plexrl_slurm.daemons.pauses import Pauses
 from plexrl_slurm.daemons.spool import Spool
 from plexrl_slurm.logs import say
 
@@ -124,6 +126,7 @@ class Shell:
         self._planned = False
         self._wake: asyncio.TimerHandle | None = None
         self._homeless: dict[DeploymentId, list[Call]] = {}
+        self._pauses = Pauses()
         #: Instruction that a WPG moves state by: its end changes the image.
         self._moving: dict[WpgId, Switch | SaveImage] = {}
 
@@ -256,18 +259,10 @@ class Shell:
         self, wpg: WpgId, call: CallId, part: int, *, ok: bool, result: bytes, error: str
     ) -> None:
         """An agent says that a run ended. Its result is stored before the core hears of it."""
-        self.keep_part(call, part, ok=ok, result=result, error=error)
-        self.feed(
-            RunEnded(
-                at_us=now_us(),
-                cause=CauseId(f"call {call}"),
-                wpg=wpg,
-                call=call,
-                part=part,
-                ok=ok,
-                error=error,
-            )
-        )
+        event = self._pauses.event(wpg, call, part, ok=ok, result=result, error=error)
+        if isinstance(event, RunEnded):
+            self.keep_part(call, part, ok=ok, result=result, error=error)
+        self.feed(event)
 
     def keep_part(self, call: CallId, part: int, *, ok: bool, result: bytes, error: str) -> None:
         """Remember one part's result until the call finishes."""
@@ -336,6 +331,8 @@ class Shell:
         match step:
             case Run():
                 self._run(step)
+            case Pause():
+                self._agents().pause(step)
             case Switch():
                 self._moving[step.wpg] = step
                 say(log, "switch", wpg=step.wpg, out=step.outgoing, into=step.incoming)
@@ -370,12 +367,13 @@ class Shell:
     def _run(self, step: Run) -> None:
         entry = self.entries[step.call]
         if entry.sample is not None:
-            self._agents().run(step, entry.call, wire.encode(entry.sample), "")
+            body = self._pauses.body(step.call, entry.sample)
+            self._agents().run(step, entry.call, body, "")
             return
         data = entry.data if entry.data is not None else self._spool.read_body(step.call)
         if data is None:
             message = f"the body of call {step.call} is gone, so it cannot be run again"
-            body: bytes = wire.encode(wire.Doomed(message))
+            body = wire.encode(wire.Doomed(message))
         elif entry.call.parts > 1:
             whole = wire.decode_body(data)
             if not isinstance(whole, wire.ForwardBackward):
@@ -391,6 +389,7 @@ class Shell:
             return
         result = self.result_of(entry, ok=step.ok, reason=step.reason)
         entry.data = None
+        self._pauses.over(step.call)
         entry.parts.clear()
         self._books.finished(
             entry,

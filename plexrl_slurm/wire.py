@@ -128,6 +128,8 @@ class Sample(msgspec.Struct, frozen=True, tag="sample"):
     topk_prompt_logprobs: int = 0
     #: For every sampled position the K most likely tokens.
     topk_sample_logprobs: int = 0
+    #: What a pause left (:class:`Paused`), one for each sample, to go on from; empty: nothing.
+    resume: list["Sequence"] = []
 
 
 class Doomed(msgspec.Struct, frozen=True, tag="doomed"):
@@ -178,7 +180,7 @@ class Sequence(msgspec.Struct, frozen=True):
     tokens: list[int]
     #: One per token: logprob under the raw (temperature 1, unfiltered) distribution.
     logprobs: list[float]
-    #: ``stop`` or ``length``.
+    #: ``stop`` or ``length``; ``paused`` if it goes on after a pause.
     stop_reason: str
     topk: TopK | None = None
 
@@ -192,6 +194,19 @@ class SampleOutput(msgspec.Struct, frozen=True, tag="sample"):
     topk_prompt: TopK | None = None
     #: Prompt tokens found in the prefix cache.
     cached_tokens: int = 0
+    #: After a pause: tokens whose keys and values were computed again, and microseconds it took.
+    prefilled: tuple[int, int] = (0, 0)
+
+
+class Paused(msgspec.Struct, frozen=True, tag="paused"):
+    """A sample call was stopped at a token boundary; ``Sample.resume`` takes it up again."""
+
+    sequences: list[Sequence]
+
+    @property
+    def tokens(self) -> int:
+        """Sampled so far, of the samples that go on."""
+        return sum(len(s.tokens) for s in self.sequences if s.stop_reason == "paused")
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -209,12 +224,18 @@ class Created(msgspec.Struct, frozen=True, tag="created"):
 
 Result: TypeAlias = TrainOutput | OptimOutput | Saved | SampleOutput | Failed | Created
 
+#: What one run gives.
+RunResult: TypeAlias = Result | Paused
+
 _encoder = msgspec.msgpack.Encoder()
 _bodies = msgspec.msgpack.Decoder(Body)
 _results = msgspec.msgpack.Decoder(Result)
+_paused = msgspec.msgpack.Decoder(Paused)
+#: How it begins.
+_PAUSED = _encoder.encode(Paused([]))[: len(b"\x82\xa4type\xa6paused")]
 
 
-def encode(value: Body | Result) -> bytes:
+def encode(value: Body | RunResult) -> bytes:
     """The bytes of a body or a result."""
     return _encoder.encode(value)
 
@@ -227,3 +248,8 @@ def decode_body(data: bytes | memoryview) -> Body:
 def decode_result(data: bytes | memoryview) -> Result:
     """The result behind the bytes; raises ``msgspec.DecodeError`` on foreign bytes."""
     return _results.decode(data)
+
+
+def decode_paused(data: bytes | memoryview) -> Paused | None:
+    """What a pause left; ``None``: the bytes are of a result. Costs nothing with a result."""
+    return _paused.decode(data) if bytes(data[: len(_PAUSED)]) == _PAUSED else None

@@ -14,6 +14,7 @@ from plexrl_slurm.core.policy import find_policy
 from plexrl_slurm.core.scheduler import SchedulerCore
 from plexrl_slurm.journal import JournalledCore, replay
 from tests.core.harness import World
+from tests.core.tailed import EAGER, Tailed, rollouts
 from tests.core.workloads import ROLLOUT, TRAIN, crowd
 
 
@@ -35,6 +36,26 @@ def journalled(path: Path, seed: int = 5) -> None:
     world.run()
     assert isinstance(world.core, JournalledCore)
     world.core.close()
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_what_was_paused_is_paused_again(tmp_path: Path, seed: int) -> None:
+    path = tmp_path / "1.jsonl"
+
+    class Written(Tailed):
+        def make_core(self) -> SchedulerCore:
+            return JournalledCore(
+                find_policy(self.policy), path=path, prior=SwitchCosts(), tails=EAGER
+            )
+
+    world = Written(seed, wpgs=(TRAIN, ROLLOUT), policy="atc_h")
+    rollouts(world, jobs=3, each=3, calls=12)
+    world.run()
+    assert isinstance(world.core, JournalledCore)
+    world.core.close()
+    text = path.read_text()
+    assert len(list(replay(path))) == text.count("\n") - 1
+    assert '"Pause"' in text and '"Paused"' in text
 
 
 def changed(path: Path, number: int, line: bytes) -> Path:

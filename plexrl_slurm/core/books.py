@@ -6,7 +6,7 @@ Nothing is decided here (``planner`` does) and no event is read here (``facts`` 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from plexrl_slurm.core.costs import SwitchCosts
+from plexrl_slurm.core.costs import Prefills, SwitchCosts
 from plexrl_slurm.core.estimates import Estimates
 from plexrl_slurm.core.ids import CallId, CauseId, DeploymentId, JobId, WpgId
 from plexrl_slurm.core.lane import Lane, Running, Tenant
@@ -28,6 +28,8 @@ class Books:
     #: Calls are kept until the durable image before the newest has them.
     spare_images: bool = False
     estimates: Estimates = field(default_factory=Estimates)
+    #: What it costs to go on with samples that were paused.
+    prefills: Prefills = field(default_factory=Prefills)
     lanes: dict[WpgId, Lane] = field(default_factory=dict)
     #: Where each deployment lives.
     homes: dict[DeploymentId, tuple[Lane, Tenant]] = field(default_factory=dict)
@@ -111,7 +113,7 @@ class Books:
         """A sample waits."""
         tenant.samples[entry.call.id] = entry
         phase = self.rollouts[entry.call.job] = lane.phase(tenant, entry.call.job)
-        phase.wait(entry.call.kind, entry.ready_us, self.estimates, self.hold_us)
+        phase.wait(entry.call.kind, entry.ready_us, self.estimates, self.hold_us, tenant.key)
         lane.waiting[tenant.key] = tenant
 
     def drop_sample(self, lane: Lane, tenant: Tenant, entry: Entry) -> None:
@@ -167,15 +169,19 @@ class Books:
         if not lane.jobs[job]:
             del lane.jobs[job]
         if ok:
-            self.estimates.saw_function(job, kind, lane.now_us - run.start_us)
+            spent_us = lane.now_us - run.start_us + entry.spent_us
+            self.estimates.saw_function(job, kind, spent_us)
+            if kind is FunctionKind.SAMPLE:
+                self.estimates.lengths.saw(job, spent_us)
         else:
             self.estimates.learned(job)
         had = self.attained_us.get((lane.id, job), 0)
         self.attained_us[lane.id, job] = had + lane.now_us - run.start_us
         phase = lane.phase(tenant, job)
         if tenant.program is None:
+            phase.last_key = tenant.key
             phase.end(kind, lane.now_us, self.estimates, self.hold_us)
-            entry.deaths = 0
+            entry.deaths = entry.spent_us = 0
             entry.part = run.part + 1
             if ok and entry.part < entry.call.parts and not entry.answered:
                 entry.ready_us = lane.now_us
@@ -238,7 +244,8 @@ class Books:
         again = {key: t.program is not None and t.program.replaying for key, t in tenants.items()}
         lane.running, lane.jobs, lane.early = {}, {}, {}
         lane.resident = lane.move = lane.owed = lane.kept_until_us = None
-        lane.leaving = False
+        lane.leaving = lane.pausing = False
+        lane.most, lane.tail_us = 0, None
         for tenant in tenants.values():
             tenant.lose(cause)
         back: list[tuple[Tenant, Entry]] = []

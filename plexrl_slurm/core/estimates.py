@@ -4,6 +4,8 @@ from typing import Final
 
 from plexrl_slurm.core.ids import JobId
 from plexrl_slurm.core.messages import FunctionKind, Pool
+from plexrl_slurm.core.stalls import Stalls
+from plexrl_slurm.core.tails import Lengths
 
 #: Duration of a function of which nothing is known.
 PRIOR_FUNCTION_US: Final = 1_000_000
@@ -30,6 +32,10 @@ class Estimates:
         self._since: dict[JobId, tuple[int, int]] = {}
         #: Changes with whatever is learned of a job.
         self.versions: dict[JobId, int] = {}
+        #: Pauses of rollouts.
+        self.stalls = Stalls()
+        #: Of sample calls.
+        self.lengths = Lengths()
 
     def function_us(self, job: JobId, kind: FunctionKind) -> int:
         """Expected duration of one part of a function."""
@@ -38,6 +44,8 @@ class Estimates:
 
     def gap_us(self, job: JobId, previous: FunctionKind) -> int | None:
         """Expected time from the end of ``previous`` to the arrival of the next call."""
+        if previous is FunctionKind.SAMPLE:
+            return self.stalls.gap_us(job)
         means = self._gaps.get(job)
         return None if means is None else means.get(previous)
 
@@ -66,7 +74,13 @@ class Estimates:
         means = self._functions.setdefault(job, {})
         means[kind] = ewma(means.get(kind), duration_us)
 
-    def saw_gap(self, job: JobId, previous: FunctionKind, gap_us: int) -> None:
+    def saw_gap(
+        self, job: JobId, previous: FunctionKind, gap_us: int, *, stall: bool = False
+    ) -> None:
+        """``stall``: it was long, and of a rollout that then went on."""
+        if previous is FunctionKind.SAMPLE:
+            self.stalls.saw(job, gap_us, stall=stall)
+            return
         means = self._gaps.setdefault(job, {})
         means[previous] = ewma(means.get(previous), gap_us)
 
@@ -98,6 +112,8 @@ class Estimates:
         self._steps.pop(job, None)
         self._since.pop(job, None)
         self.versions.pop(job, None)
+        self.stalls.forget(job)
+        self.lengths.forget(job)
 
     def learned(self, job: JobId) -> None:
         """What was derived for it before may be wrong now."""

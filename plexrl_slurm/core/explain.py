@@ -36,8 +36,12 @@ class ReasonKind(StrEnum):
     AHEAD = "ahead"
     #: New samples do not join: somebody else is to follow.
     LEAVING = "leaving"
+    #: It is a tail's, which was paused for somebody else.
+    PAUSED = "paused"
     #: It is next.
     NEXT = "next"
+    #: A rollout that has no call now, and has paused like this before.
+    TOOLS = "tools"
     #: It has nothing to do.
     IDLE = "idle"
     UNKNOWN = "unknown"
@@ -162,6 +166,9 @@ def _of_call(planner: Planner, entry: Entry) -> Iterator[Reason]:
     if call.id in lane.running:
         yield Reason(kind=ReasonKind.RUNNING, sentence=f"{what} runs on {lane.id}", wpg=lane.id)
         return
+    if entry.pauses:
+        sentence = f"{what} was paused after {entry.sampled} tokens and goes on there"
+        yield Reason(kind=ReasonKind.PAUSED, sentence=sentence, wpg=lane.id)
     program = tenant.program
     if program is not None and not entry.answered:
         first = program.frontier[0]
@@ -193,6 +200,9 @@ def _of_deployment(planner: Planner, lane: Lane, tenant: Tenant) -> Iterator[Rea
         if lane.wpg is None or lane.draining:
             yield from _of_home(planner, lane, tenant)
             return
+        if (stalled := _stalled(planner, lane, tenant)) is not None:
+            yield stalled
+            return
         sentence = f"{lane.id} has no call of it to run"
         yield Reason(kind=ReasonKind.IDLE, sentence=sentence, wpg=lane.id)
         return
@@ -202,6 +212,22 @@ def _of_deployment(planner: Planner, lane: Lane, tenant: Tenant) -> Iterator[Rea
         yield Reason(kind=ReasonKind.REPLAY, sentence=sentence, wpg=lane.id)
     if tenant.key in lane.waiting:
         yield from _of_wait(planner, lane, tenant)
+
+
+def _stalled(planner: Planner, lane: Lane, tenant: Tenant) -> Reason | None:
+    """What to say of a rollout in the middle of which nothing runs or waits."""
+    job, stalls = tenant.last_job, planner.books.estimates.stalls
+    phase, usual_us = planner.books.rollouts.get(job), stalls.stall_us(job)
+    if phase is None or phase.last_key != tenant.key or phase.last_end_us is None:
+        return None
+    since_us = lane.now_us - phase.last_end_us
+    if phase.running or usual_us is None or since_us > 2 * stalls.longest_us(job):
+        return None
+    sentence = (
+        f"its sequences wait for their tools: job {job} asks again after {usual_us / 1e6:.1f} s "
+        f"as a rule, and {lane.id} is free for others until then"
+    )
+    return Reason(kind=ReasonKind.TOOLS, sentence=sentence, wpg=lane.id, job=job)
 
 
 def _of_wait(planner: Planner, lane: Lane, tenant: Tenant) -> Iterator[Reason]:
@@ -304,7 +330,8 @@ def _running(lane: Lane) -> Iterator[Reason]:
     if not runs:
         sentence = f"{lane.id} is running a call from before the restart"
     elif runs[0].kind is FunctionKind.SAMPLE:
-        sentence = f"{lane.id} is running {len(runs)} samples of {_jobs(jobs)}"
+        does = "pausing the last" if lane.pausing else "running"
+        sentence = f"{lane.id} is {does} {len(runs)} samples of {_jobs(jobs)}"
     else:
         sentence = f"{lane.id} is running {runs[0].kind} of {_jobs(jobs)}"
     job = jobs[0] if len(jobs) == 1 else None

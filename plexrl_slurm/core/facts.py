@@ -2,7 +2,7 @@
 
 from typing import assert_never
 
-from plexrl_slurm.core import handover
+from plexrl_slurm.core import handover, pausing
 from plexrl_slurm.core.books import Books
 from plexrl_slurm.core.lane import Lane, Running, Tenant
 from plexrl_slurm.core.ledger import SHARED_ROW_US, Meter
@@ -16,6 +16,7 @@ from plexrl_slurm.core.messages import (
     DeploymentPlaced,
     Drained,
     Finish,
+    Paused,
     Persisted,
     Pool,
     Room,
@@ -68,6 +69,8 @@ def book(books: Books, event: AnyEvent) -> list[AnyInstruction]:
             _dropped(books, lane, event, out)
         case CallCancelled():
             _cancelled(books, lane, event, out)
+        case Paused():
+            _paused(books, lane, event, out)
         case SwitchEnded():
             _switch_ended(books, lane, event, out)
         case WpgDraining():
@@ -98,7 +101,15 @@ def _lane_of(books: Books, event: AnyEvent) -> Lane | None:
         case DeploymentPlaced(deployment=deployment):
             known = books.homes.get(deployment.id)
             return known[0] if known is not None else books.lane(deployment.wpg)
-        case WpgUp() | WpgDown() | WpgReleased() | WpgDraining() | WpgResumed() | SwitchEnded():
+        case (
+            WpgUp()
+            | WpgDown()
+            | WpgReleased()
+            | WpgDraining()
+            | WpgResumed()
+            | Paused()
+            | SwitchEnded()
+        ):
             return books.lanes.get(event.wpg)
         case DeploymentDropped() | Persisted():
             home = books.homes.get(event.deployment)
@@ -320,6 +331,7 @@ def _arrived(books: Books, lane: Lane, event: CallArrived, out: list[AnyInstruct
 def _cancelled(books: Books, lane: Lane, event: CallCancelled, out: list[AnyInstruction]) -> None:
     entry = books.entries[event.call]
     if event.call in lane.running:
+        entry.cancelled = True
         return
     tenant = books.homes[entry.call.deployment][1]
     if tenant.program is None:
@@ -337,10 +349,19 @@ def _run_ended(books: Books, lane: Lane, event: RunEnded, out: list[AnyInstructi
     if run is None or run.part != event.part:
         return  # it was lost with its WPG before this was heard
     del lane.running[event.call]
+    tokens, took_us = event.prefilled
+    books.prefills.learn(lane.id, tokens=tokens, took_us=took_us)
     if run.entry is None:
         lane.early[event.call] = (event.part, event.ok)
         return
     books.end(lane, run, ok=event.ok, cause=event.cause, out=out, why=event.error)
+
+
+def _paused(books: Books, lane: Lane, event: Paused, out: list[AnyInstruction]) -> None:
+    run = lane.running.get(event.call)
+    if run is not None and run.part == event.part:
+        del lane.running[event.call]
+        pausing.paused(books, lane, run, event, out)
 
 
 def _switch_ended(books: Books, lane: Lane, event: SwitchEnded, out: list[AnyInstruction]) -> None:

@@ -157,6 +157,12 @@ class Lane:
     owed: Tenant | None = None
     #: Samples of the resident are no longer admitted: somebody else is to follow.
     leaving: bool = False
+    #: A :class:`Pause` was said for what runs.
+    pausing: bool = False
+    #: The most calls that ran at once since nothing ran.
+    most: int = 0
+    #: When to look at its tail again.
+    tail_us: int | None = None
     #: Who was last said to be expected next.
     expected: DeploymentId | None = None
     #: Until when the WPG is kept for the resident while others wait.
@@ -213,7 +219,8 @@ class Lane:
         """When it wants to be planned though nothing happens."""
         if not self.up or not (self.copies or self.room_us is not None):
             return self.kept_until_us
-        alarms = [at for at in (self.kept_until_us, self.room_us) if at is not None]
+        times = (self.kept_until_us, self.room_us, self.tail_us)
+        alarms = [at for at in times if at is not None]
         return min([*alarms, *(tenant.retry_us for tenant in self.copies.values())], default=None)
 
     def no_room(self, reason: str, retry_us: int) -> bool:

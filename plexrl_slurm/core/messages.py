@@ -252,6 +252,22 @@ class RunEnded(Event):
     ok: bool
     #: Why it failed, for a state that cannot be rebuilt; may be "".
     error: str = ""
+    #: Of a sample that had been paused: tokens computed again, and microseconds that took.
+    prefilled: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paused(Event):
+    """A sample call that ran has stopped between two tokens, as a :class:`Pause` asked.
+
+    What it has sampled is kept: its next :class:`Run` goes on there, to the same end.
+    """
+
+    wpg: WpgId
+    call: CallId
+    part: int
+    #: Sampled so far.
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -356,6 +372,17 @@ class Run(Instruction):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Pause(Instruction):
+    """Stop running sample calls between two tokens, because others wait.
+
+    Each ends in :class:`Paused`, or in :class:`RunEnded` if it ended first or cannot be split.
+    """
+
+    wpg: WpgId
+    calls: tuple[CallId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Finish(Instruction):
     """All parts of a call have ended; the caller may have its answer."""
 
@@ -449,10 +476,11 @@ AnyEvent: TypeAlias = (
     | CallArrived
     | CallCancelled
     | RunEnded
+    | Paused
     | SwitchEnded
     | Persisted
     | Tick
 )
-AnyInstruction: TypeAlias = (
-    Switch | SaveImage | Run | Finish | Forget | Persist | Expect | Drained | Charge | WakeAt
-)
+#: Instructions that occupy a WPG, or free it.
+Work: TypeAlias = Switch | SaveImage | Run | Pause
+AnyInstruction: TypeAlias = Work | Finish | Forget | Persist | Expect | Drained | Charge | WakeAt

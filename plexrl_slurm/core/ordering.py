@@ -35,6 +35,12 @@ class Entry:
     begun: dict[int, int] = field(default_factory=dict)
     #: Losses of the WPG while it ran, since a part of it last succeeded.
     deaths: int = 0
+    #: How often a sample was paused, how many tokens it had then, and the time it has run before.
+    pauses: int = 0
+    sampled: int = 0
+    spent_us: int = 0
+    #: Nobody waits for it any more, and it runs.
+    cancelled: bool = False
 
     @classmethod
     def of(cls, call: Call, *, at_us: int, done: bool = False) -> "Entry":

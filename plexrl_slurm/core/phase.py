@@ -37,17 +37,22 @@ class Phase:
     busy_us: int = 0
     last_end_us: int | None = None
     last_kind: FunctionKind | None = None
+    #: Tenant that the call which ended last was of.
+    last_key: str = ""
     open_step: bool = False
     #: An optimizer step ended in this phase.
     stepped: bool = False
 
-    def wait(self, kind: FunctionKind, at_us: int, estimates: Estimates, hold_us: int) -> None:
-        """A call that could run waits."""
+    def wait(
+        self, kind: FunctionKind, at_us: int, estimates: Estimates, hold_us: int, key: str = ""
+    ) -> None:
+        """A call of tenant ``key`` that could run waits."""
         if self.waiting == 0:
             self.ready_us = at_us
             if self.running == 0 and self.last_end_us is not None and self.last_kind is not None:
                 gap_us = max(0, at_us - self.last_end_us)
-                estimates.saw_gap(self.job, self.last_kind, gap_us)
+                stall = gap_us > hold_us and key == self.last_key
+                estimates.saw_gap(self.job, self.last_kind, gap_us, stall=stall)
                 over = gap_us > hold_us or (self.stepped and kind in _FIRST)
                 if over and not self.open_step:
                     self.close(estimates)

@@ -19,8 +19,10 @@ from plexrl_slurm.core.messages import (
     Switch,
 )
 from plexrl_slurm.core.ordering import Entry
+from plexrl_slurm.core.pausing import find_tail, pause
 from plexrl_slurm.core.policy import Candidate, Choice, Policy
 from plexrl_slurm.core.residency import Residency
+from plexrl_slurm.core.tails import TailRules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +35,13 @@ class Planner:
     image_every: int
     #: Say who is expected next.
     hints: bool = False
+    #: ``None``: tails run to their end.
+    tails: TailRules | None = None
 
     def plan(self, lane: Lane, cause: CauseId) -> list[AnyInstruction]:
         """What ``lane`` does from now on; nothing if it does it already."""
         out: list[AnyInstruction] = []
-        lane.kept_until_us = None
+        lane.kept_until_us = lane.tail_us = None
         if lane.room_us is not None and lane.room_us <= lane.now_us:
             lane.room_us = None
         if lane.up and lane.move is None:
@@ -46,7 +50,8 @@ class Planner:
             elif lane.running:
                 self._join(lane, cause, out)
             else:
-                lane.leaving = False
+                lane.leaving = lane.pausing = False
+                lane.most = 0
                 self._decide(lane, cause, out)
         if lane.up:
             if lane.copies:
@@ -213,6 +218,9 @@ class Planner:
             return
         alone = not lane.waiting or self._alone_in_line(lane, resident)
         lane.leaving = lane.leaving and not alone
+        lane.pausing = lane.pausing and not alone
+        if not alone and not lane.pausing:
+            self._look_at_tail(lane, resident, cause, out)
         if lane.leaving or not resident.samples:
             return
         if alone:
@@ -223,6 +231,18 @@ class Planner:
             lane.leaving = True
             return
         self._admit(lane, resident, cause, out)
+
+    def _look_at_tail(
+        self, lane: Lane, resident: Tenant, cause: CauseId, out: list[AnyInstruction]
+    ) -> None:
+        """Pause what runs, if it is a tail that others had better not wait for."""
+        if self.tails is None or resident.gone:
+            return
+        if (tail := find_tail(self.books, lane, self.tails)) is not None:
+            others = [t for t in lane.waiting.values() if t is not resident]
+            candidates = tuple(self._candidate(lane, tenant) for tenant in others)
+            choice = self.policy.choose(candidates, hysteresis=self.hysteresis)
+            pause(lane, self.tails, tail, choice, cause, out)
 
     @staticmethod
     def _alone_in_line(lane: Lane, tenant: Tenant) -> bool:
@@ -405,6 +425,7 @@ class Planner:
         call = entry.call
         run = Running(call=call.id, part=part, start_us=lane.now_us)
         self.books.begin(lane, tenant, run, entry)
+        lane.most = max(lane.most, len(lane.running))
         out.append(
             Run(
                 wpg=lane.id,

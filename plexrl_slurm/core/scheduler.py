@@ -4,7 +4,8 @@
 burst of facts. Nothing else changes the core. ``audit`` and ``explain`` read it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from plexrl_slurm.core import facts
 from plexrl_slurm.core.audit import complaints
@@ -16,6 +17,7 @@ from plexrl_slurm.core.ids import CallId, CauseId, DeploymentId, JobId, WpgId
 from plexrl_slurm.core.messages import AnyEvent, AnyInstruction, Tick, WakeAt
 from plexrl_slurm.core.planner import Planner
 from plexrl_slurm.core.policy import Policy
+from plexrl_slurm.core.tails import TailRules
 
 
 class SchedulerCore:
@@ -33,12 +35,14 @@ class SchedulerCore:
         durable_every: int | None = None,
         spare_images: bool = False,
         hints: bool = False,
+        tails: TailRules | Mapping[str, Any] | None = None,
     ) -> None:
         """``hints``: say who is expected next, for images that lie on disks of the nodes.
         ``durable_every``: images live on nodes that can be lost, so calls are kept until a
         durable image has them, and one is made after so many optimizer steps. ``None``: a host
         image is enough. ``spare_images``: calls are kept until the last but one has them, so
-        that the newest durable image may be damaged as well.
+        that the newest durable image may be damaged as well. ``tails``: which tails of rollouts
+        may be paused (a journal has the fields of the rules); ``None``: none.
         """
         self._books = Books(
             hold_us=hold_us,
@@ -53,6 +57,7 @@ class SchedulerCore:
             hysteresis=hysteresis,
             image_every=image_every,
             hints=hints,
+            tails=TailRules(**tails) if isinstance(tails, Mapping) else tails,
         )
         #: The tick that was asked for last and has not come.
         self._armed_us: int | None = None

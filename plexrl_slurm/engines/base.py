@@ -129,8 +129,15 @@ class SampleEngine(Protocol):
         No sample is running. Drops the KV and prefix cache. Returns the bytes moved.
         """
 
-    async def sample(self, call: str, body: wire.Sample) -> wire.SampleOutput:
-        """Completions; raises ``BadInput``. Cancelling the coroutine aborts the request."""
+    async def sample(self, call: str, body: wire.Sample) -> wire.SampleOutput | wire.Paused:
+        """Completions; raises ``BadInput``. Cancelling the coroutine aborts the request.
+
+        With ``body.resume`` it goes on from there: same tokens as if it had never been paused.
+        """
+
+    async def pause(self, call: str) -> None:
+        """Have :meth:`sample` of ``call`` answer with what it has. Nothing, if it does not run,
+        or if its answer is more than tokens (:func:`plexrl_slurm.engines.resume.can_pause`)."""
 
     async def sleep(self) -> DeviceMemory:
         """Give the device's memory back (weights and KV cache), and say what is left.

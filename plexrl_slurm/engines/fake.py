@@ -10,7 +10,8 @@ code 9 at the n-th such call) and ``crash_marker`` (a file that keeps it from ha
 crash makes it). With ``clock`` a training call's metrics say when the rank began and ended it.
 With ``image_bytes`` an image has so many bytes more, so that a tier can be too small for it, and
 with ``gradient_bytes`` one with an open step; with ``snapshot_bytes`` a published snapshot, so that
-it takes a while to get to another node.
+it takes a while to get to another node. With ``token_us`` each token of a sample takes so long,
+beside ``delay_us``.
 """
 
 import asyncio
@@ -32,6 +33,7 @@ from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import BadImage, BadInput, StorageFull
 from plexrl_slurm.engines.base import RankSpec
 from plexrl_slurm.engines.device_memory import DeviceMemory
+from plexrl_slurm.engines.fake_pause import Progress
 from plexrl_slurm.engines.sampling import check_sample, top_k
 from plexrl_slurm.memory.files import part_name, storage_errors
 from plexrl_slurm.memory.slab import Slab, SlabHeader, SlabTensor, needed_bytes
@@ -313,7 +315,8 @@ class FakeSampleEngine:
         self._model: ModelSpec | None = None
         self._weights = ""
         self._loaded: tuple[str, int, int] | None = None
-        self._running: set[str] = set()
+        #: And what pauses each.
+        self._running: dict[str, asyncio.Event] = {}
         #: Calls whose coroutine was cancelled, for tests.
         self.aborted: list[str] = []
 
@@ -333,20 +336,26 @@ class FakeSampleEngine:
         self._model, self._weights, self._loaded = spec, weights, loaded
         return moved
 
-    async def sample(self, call: str, body: wire.Sample) -> wire.SampleOutput:
+    async def sample(self, call: str, body: wire.Sample) -> wire.SampleOutput | wire.Paused:
         assert self._model is not None, f"sample {call} while nothing is loaded"
         assert call not in self._running, f"{call} is sampled already"
         model = self._model
         check_sample(body, model)
-        self._running.add(call)
+        output = self._complete(body, model)
+        token_s = float(self._spec.options.get("token_us", 0)) / 1e6
+        progress = Progress(body, output, self._faults.delay_s("sample"), token_s)
+        self._running[call] = asyncio.Event()
         try:
-            await asyncio.sleep(self._faults.delay_s("sample"))
+            return await progress.run(self._running[call])
         except asyncio.CancelledError:
             self.aborted.append(call)
             raise
         finally:
-            self._running.discard(call)
-        return self._complete(body, model)
+            del self._running[call]
+
+    async def pause(self, call: str) -> None:
+        if call in self._running:
+            self._running[call].set()
 
     async def sleep(self) -> DeviceMemory:
         assert not self._running, f"sleep while {sorted(self._running)} are sampled"

@@ -150,7 +150,7 @@ class TrainRank:
                 check_room(engine.memory(), needed=needed, who="the training engine")
                 self._used = engine.wake().used
                 return 0, b""
-            case ranklink.Abort() | ranklink.Stop():
+            case ranklink.Abort() | ranklink.Pause() | ranklink.Stop():
                 return 0, b""
             case _:
                 assert_never(operation)
@@ -200,6 +200,9 @@ class SampleRank:
     def __init__(self, engine: SampleEngine, link: zmq.asyncio.Socket) -> None:
         self._engine, self._link = engine, link
         self._running: dict[str, asyncio.Task[None]] = {}
+        #: Sample call of each order.
+        self._calls: dict[str, str] = {}
+        self._pauses: set[asyncio.Task[None]] = set()
         self._broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> str | None:
@@ -225,6 +228,14 @@ class SampleRank:
                 case ranklink.Abort(order=running):
                     if (task := self._running.get(running)) is not None:
                         task.cancel()
+                case ranklink.Pause(order=running):
+                    if (call := self._calls.get(running)) is not None:
+                        pause = asyncio.create_task(self._engine.pause(call))
+                        self._pauses.add(pause)
+                        pause.add_done_callback(self._pauses.discard)
+                case ranklink.Call(call=call):
+                    self._calls[order.id] = call
+                    self._running[order.id] = asyncio.create_task(self._work(order))
                 case _:
                     self._running[order.id] = asyncio.create_task(self._work(order))
 
@@ -253,6 +264,7 @@ class SampleRank:
             return
         finally:
             self._running.pop(order.id, None)
+            self._calls.pop(order.id, None)
         await self._link.send(
             ranklink.encode(
                 ranklink.Answer(

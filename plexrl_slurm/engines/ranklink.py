@@ -66,11 +66,18 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     order: str
 
 
+class Pause(msgspec.Struct, frozen=True, tag="pause"):
+    """Stop the sample of ``order`` at a token boundary, if it can be: its answer is then a
+    :class:`plexrl_slurm.wire.Paused`. Sampling ranks only; has no answer of its own."""
+
+    order: str
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """End the process."""
 
 
-Operation: TypeAlias = Load | Save | Measure | Call | Sleep | Wake | Abort | Stop
+Operation: TypeAlias = Load | Save | Measure | Call | Sleep | Wake | Abort | Pause | Stop
 
 
 class Order(msgspec.Struct, frozen=True):

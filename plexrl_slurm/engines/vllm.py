@@ -3,11 +3,14 @@
 One slot per architecture: ``max_slots`` of them awake, ``max_asleep`` more without their device
 memory. A call's samples are one request of vLLM's with ``n`` children, seeded
 ``seed + i``; only finished requests are answered, and text is decoded only where stop strings
-ask for it.
+ask for it. A paused call's request is aborted, which tells what it has; it goes on as a request
+for each sample, see :mod:`plexrl_slurm.engines.resume`.
 """
 
 import asyncio
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,12 +18,28 @@ from typing import Any
 from plexrl_slurm import wire
 from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import BadInput, InvalidTransition, UnknownModel
-from plexrl_slurm.engines import snapshot_files
+from plexrl_slurm.engines import resume, snapshot_files
 from plexrl_slurm.engines.base import RankSpec
 from plexrl_slurm.engines.device_memory import DeviceMemory, on_the_same
 from plexrl_slurm.engines.gpus import check_torch
 from plexrl_slurm.engines.sampling import check_sample, top_k
+from plexrl_slurm.engines.vllm_draws import DRAWN
 from plexrl_slurm.engines.vllm_slots import Slot, shapes_of
+
+#: Between two attempts to pause a call whose requests vLLM may not have heard of yet.
+PAUSE_S = 0.005
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Working:
+    """A sample call that vLLM works on."""
+
+    slot: Slot
+    name: str
+    can_pause: bool
+    #: Its requests that vLLM has, by vLLM's names.
+    requests: set[str] = field(default_factory=set)
+    pausing: bool = False
 
 
 class VllmEngine:
@@ -31,6 +50,7 @@ class VllmEngine:
         #: By architecture; the one used last is the last.
         self._slots: dict[str, Slot] = {}
         self._numbers = count()
+        self._working: dict[str, _Working] = {}
         self._broken: asyncio.Future[str] | None = None
 
     async def start(self) -> None:
@@ -61,17 +81,29 @@ class VllmEngine:
             return moved
         return moved + await slot.load(files, key, spec)
 
-    async def sample(self, call: str, body: wire.Sample) -> wire.SampleOutput:
+    async def sample(self, call: str, body: wire.Sample) -> wire.SampleOutput | wire.Paused:
         slot = next(reversed(self._slots.values()), None)
         if slot is None or slot.key is None:
             raise InvalidTransition("vLLM", "no weights loaded", f"sample {call}", ())
         check_sample(body, slot.model)
         name = f"{call}-{next(self._numbers)}"
+        work = _Working(slot=slot, name=name, can_pause=resume.can_pause(body))
         slot.running.add(name)
+        self._working[call] = work
         try:
-            return await _generate(slot, name, body)
+            return await (_go_on(work, body) if body.resume else _begin(work, body))
         finally:
             slot.running.discard(name)
+            del self._working[call]
+
+    async def pause(self, call: str) -> None:
+        work = self._working.get(call)
+        if work is None or not work.can_pause:
+            return
+        work.pausing = True
+        while self._working.get(call) is work:
+            await work.slot.engine.abort(sorted(work.requests), internal=True)
+            await asyncio.sleep(PAUSE_S)
 
     async def broken(self) -> str:
         assert self._broken is not None, "broken before start"
@@ -135,27 +167,81 @@ class VllmEngine:
 # ---- requests -----------------------------------------------------------------------------
 
 
-async def _generate(slot: Slot, name: str, body: wire.Sample) -> wire.SampleOutput:
+async def _begin(work: _Working, body: wire.Sample) -> wire.SampleOutput | wire.Paused:
+    greedy = body.temperature == 0
+    params = _parameters(body, vocabulary=work.slot.model.vocab_size, n=1 if greedy else 0)
+    output, _ = await _generate(work, work.name, body.prompt, params)
+    sequences = [_sequence(one, body.topk_sample_logprobs) for one in output.outputs]
+    if greedy:
+        # All the same one; vLLM refuses to compute it twice.
+        sequences *= body.num_samples
+    prompt_logprobs, topk_prompt = _prompt(output.prompt_logprobs, body)
+    return _ended(
+        wire.SampleOutput(
+            sequences=sequences,
+            prompt_logprobs=prompt_logprobs,
+            topk_prompt=topk_prompt,
+            cached_tokens=output.num_cached_tokens or 0,
+        )
+    )
+
+
+async def _go_on(work: _Working, body: wire.Sample) -> wire.SampleOutput | wire.Paused:
+    from vllm.sampling_params import RequestOutputKind
+
+    async def one(number: int) -> tuple[wire.Sequence, int, int]:
+        rest = resume.rest(body, number)
+        params = _parameters(rest, vocabulary=work.slot.model.vocab_size, n=1)
+        params.extra_args = {DRAWN: len(body.resume[number].tokens)}
+        # All outputs, for the first of them tells when the prompt had been computed.
+        params.output_kind = RequestOutputKind.CUMULATIVE
+        output, took_us = await _generate(work, f"{work.name}.{number}", rest.prompt, params)
+        sequence = _sequence(output.outputs[0], body.topk_sample_logprobs)
+        return sequence, len(rest.prompt), took_us
+
+    numbers = resume.rests(body)
+    rests = await asyncio.gather(*(one(number) for number in numbers))
+    ended = {number: sequence for number, (sequence, _, _) in zip(numbers, rests, strict=True)}
+    prefilled = sum(tokens for _, tokens, _ in rests), max((us for *_, us in rests), default=0)
+    return _ended(wire.SampleOutput(sequences=resume.whole(body, ended), prefilled=prefilled))
+
+
+def _ended(output: wire.SampleOutput) -> wire.SampleOutput | wire.Paused:
+    if any(sequence.stop_reason == resume.PAUSED for sequence in output.sequences):
+        return wire.Paused(output.sequences)
+    return output
+
+
+async def _generate(work: _Working, name: str, prompt: list[int], params: Any) -> tuple[Any, int]:
+    """The last output of a request, and how many microseconds the first took to come.
+
+    As vLLM's own ``generate``, but one knows from when on the request can be aborted: an abort
+    that overtakes it would leave it running.
+    """
     from vllm.exceptions import VLLMClientError
 
-    greedy = body.temperature == 0
-    prompt = {"type": "token", "prompt_token_ids": body.prompt}
-    params = _parameters(body, vocabulary=slot.model.vocab_size, n=1 if greedy else 0)
+    engine = work.slot.engine
+    tokens = {"type": "token", "prompt_token_ids": prompt}
+    began, took = time.monotonic(), 0.0
     try:
-        (output,) = [one async for one in slot.engine.generate(prompt, params, name)]
+        queue = await engine.add_request(name, tokens, params)
     except VLLMClientError as error:
         raise BadInput(str(error)) from error
-    if any(one.finish_reason not in ("stop", "length") for one in output.outputs):
+    work.requests.add(queue.request_id)
+    try:
+        output = await queue.get()
+        took = time.monotonic() - began
+        while not output.finished:
+            output = await queue.get()
+    except asyncio.CancelledError:
+        await engine.abort(queue.request_id, internal=True)
+        raise
+    finally:
+        queue.close()
+    known = {"stop", "length", *(["abort"] if work.pausing else [])}
+    if any(one.finish_reason not in known for one in output.outputs):
         raise InvalidTransition("vLLM", f"sampling {name}", "aborted by the engine", ())
-    sequences = [_sequence(one, body.topk_sample_logprobs) for one in output.outputs]
-    prompt_logprobs, topk_prompt = _prompt(output.prompt_logprobs, body)
-    return wire.SampleOutput(
-        # Greedy samples are all the same one; vLLM refuses to compute it twice.
-        sequences=sequences * body.num_samples if greedy else sequences,
-        prompt_logprobs=prompt_logprobs,
-        topk_prompt=topk_prompt,
-        cached_tokens=output.num_cached_tokens or 0,
-    )
+    return output, int(took * 1e6)
 
 
 def _parameters(body: wire.Sample, *, vocabulary: int, n: int) -> Any:
@@ -191,7 +277,7 @@ def _sequence(output: Any, k: int) -> wire.Sequence:
     return wire.Sequence(
         tokens=tokens,
         logprobs=[flat.logprobs[first] for first in firsts],
-        stop_reason=output.finish_reason,
+        stop_reason="paused" if output.finish_reason == "abort" else output.finish_reason,
         topk=top_k(_rows(flat), length=len(tokens), k=k) if k else None,
     )
 

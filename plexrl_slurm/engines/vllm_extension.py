@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from plexrl_slurm.engines.device_memory import on_gpu
+from plexrl_slurm.engines.vllm_draws import Draws
 from plexrl_slurm.engines.vllm_host import HostWorker
 
 #: Environment variable with the pid of the rank process.
@@ -26,6 +27,12 @@ class WorkerExtension:
     def plexrl_pids(self) -> tuple[int, int]:
         """This process, and the one that started it."""
         return os.getpid(), os.getppid()
+
+    def plexrl_draws(self) -> None:
+        """Let requests go on after a pause with the draws that they would have had."""
+        worker: Any = self
+        if not hasattr(self, "_plexrl_draws"):
+            self._plexrl_draws = Draws(worker.model_runner)
 
     def plexrl_load(self, paths: Sequence[str]) -> None:
         """Replace the weights in place by those in some safetensors files."""

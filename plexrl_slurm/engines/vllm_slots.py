@@ -49,6 +49,7 @@ class Slot:
         files = snapshot_files.find(Path(model.path))
         slot = cls(await asyncio.to_thread(_start_engine, spec, model), model, files)
         slot._watch = Watch(_names(await slot.ask("plexrl_pids")), ended)
+        await slot.ask("plexrl_draws")
         return slot
 
     async def ask(self, method: str, *args: Any) -> list[Any]:

@@ -343,11 +343,13 @@ class RunOrder(msgspec.Struct, frozen=True, tag="run"):
 
 
 class AbortOrder(msgspec.Struct, frozen=True, tag="abort"):
-    """Nobody waits for this sample call any more."""
+    """Nobody waits for this sample call any more; or it is to pause between two tokens."""
 
     epoch: int
     wpg: str
     call: str
+    #: See ``core.messages.Pause``.
+    pause: bool = False
 
 
 class DropOrder(msgspec.Struct, frozen=True, tag="drop"):

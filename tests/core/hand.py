@@ -20,6 +20,8 @@ from plexrl_slurm.core.messages import (
     Finish,
     Forget,
     ImagesLeft,
+    Pause,
+    Paused,
     Persist,
     Persisted,
     Room,
@@ -40,6 +42,7 @@ from plexrl_slurm.core.messages import (
 )
 from plexrl_slurm.core.policy import find_policy
 from plexrl_slurm.core.scheduler import SchedulerCore
+from plexrl_slurm.core.tails import TailRules
 
 CAUSE = CauseId("test")
 SECOND = 1_000_000
@@ -57,10 +60,11 @@ class Hand:
         durable_every: int | None = None,
         spare_images: bool = False,
         hints: bool = False,
+        tails: TailRules | None = None,
     ) -> None:
         self.wpg, self.now, self.policy, self.image_every = wpg, SECOND, policy, image_every
         self.durable_every, self.spare_images = durable_every, spare_images
-        self.hints = hints
+        self.hints, self.tails = hints, tails
         self.core = self.make_core()
         self.charges: list[Charge] = []
         self.wakes: list[int] = []
@@ -74,6 +78,7 @@ class Hand:
             durable_every=self.durable_every,
             spare_images=self.spare_images,
             hints=self.hints,
+            tails=self.tails,
         )
 
     def restart(self) -> None:
@@ -188,9 +193,23 @@ class Hand:
         event = CallCancelled(call=call.id, at_us=self.now, cause=CAUSE)
         return self._then(self.core.handle(event))
 
-    def end(self, call: Call, *, part: int = 0, ok: bool = True) -> list[AnyInstruction]:
+    def end(
+        self, call: Call, *, part: int = 0, ok: bool = True, prefilled: tuple[int, int] = (0, 0)
+    ) -> list[AnyInstruction]:
         event = RunEnded(
-            wpg=self.wpg.id, call=call.id, part=part, ok=ok, at_us=self.now, cause=CAUSE
+            wpg=self.wpg.id,
+            call=call.id,
+            part=part,
+            ok=ok,
+            prefilled=prefilled,
+            at_us=self.now,
+            cause=CAUSE,
+        )
+        return self._then(self.core.handle(event))
+
+    def paused(self, call: Call, *, tokens: int = 1, part: int = 0) -> list[AnyInstruction]:
+        event = Paused(
+            wpg=self.wpg.id, call=call.id, part=part, tokens=tokens, at_us=self.now, cause=CAUSE
         )
         return self._then(self.core.handle(event))
 
@@ -254,6 +273,8 @@ def _words(orders: list[AnyInstruction]) -> Iterator[str]:
                 yield f"forget {deployment} below {progress}"
             case Persist(deployment=deployment, wpg=wpg, progress=progress):
                 yield f"persist {deployment} at {progress} from {wpg}"
+            case Pause(calls=calls):
+                yield " ".join(["pause", *calls])
             case Expect(deployment=expected):
                 yield f"expect {expected or 'nobody'}"
             case Drained(wpg=wpg):

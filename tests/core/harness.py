@@ -254,9 +254,9 @@ class World:
 
     def end_run(self, order: Run, born: int) -> None:
         device, record = self.devices[order.wpg], self.records[order.call]
-        if device.born != born:
-            return
         call = record.call
+        if device.born != born or device.runs.get(call.id) is not order:
+            return
         del device.runs[call.id]
         ok = not (record.fails and order.part == call.parts - 1)
         if ok and call.kind in WRITES:

@@ -273,6 +273,7 @@ def test_a_sample_has_all_that_was_asked_for() -> None:
                 topk_sample_logprobs=1,
             ),
         )
+        assert isinstance(full, wire.SampleOutput)
         first = full.sequences[0]
         assert first.stop_reason == "stop"
         assert first.tokens == plain.sequences[0].tokens[: len(first.tokens)]

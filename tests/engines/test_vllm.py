@@ -76,12 +76,13 @@ class Rollout:
         return self.run(self.engine.load_snapshot(Path(path), model=model))
 
     def sample(self, **fields: Any) -> wire.SampleOutput:
-        return self.run(self.engine.sample("call", make_sample(**fields)))
+        return self.samples(make_sample(**fields))[0]
 
     def samples(self, *bodies: wire.Sample) -> list[wire.SampleOutput]:
         async def main() -> list[wire.SampleOutput]:
             calls = enumerate(bodies)
-            return await asyncio.gather(*(self.engine.sample(f"c{i}", b) for i, b in calls))
+            found = await asyncio.gather(*(self.engine.sample(f"c{i}", b) for i, b in calls))
+            return [output for output in found if isinstance(output, wire.SampleOutput)]
 
         return self.run(main())
 
