@@ -2,7 +2,7 @@
 
 from typing import assert_never
 
-from plexrl_slurm.core import handover
+from plexrl_slurm.core import handover, shared
 from plexrl_slurm.core.books import Books
 from plexrl_slurm.core.lane import Lane, Running, Tenant
 from plexrl_slurm.core.ledger import Meter
@@ -16,6 +16,7 @@ from plexrl_slurm.core.messages import (
     DeploymentPlaced,
     Drained,
     Finish,
+    Granted,
     Persisted,
     Pool,
     Room,
@@ -51,7 +52,7 @@ def book(books: Books, event: AnyEvent) -> list[AnyInstruction]:
     lane.clamp(event.at_us)
     match event:
         case WpgHeld():
-            _held(lane, event)
+            _held(books, lane, event)
         case WpgUp():
             _up(books, lane, event, out)
         case WpgDown():
@@ -70,6 +71,8 @@ def book(books: Books, event: AnyEvent) -> list[AnyInstruction]:
             _run_ended(books, lane, event, out)
         case SwitchEnded():
             _switch_ended(books, lane, event, out)
+        case Granted():
+            shared.granted(lane, event)
         case WpgDraining():
             handover.draining(lane, event, out)
         case WpgResumed():
@@ -101,6 +104,7 @@ def _lane_of(books: Books, event: AnyEvent) -> Lane | None:
             | WpgResumed()
             | RunEnded()
             | SwitchEnded()
+            | Granted()
         ):
             return books.lanes.get(event.wpg)
         case DeploymentDropped(deployment=name) | Persisted(deployment=name):
@@ -121,19 +125,23 @@ def _lane_of(books: Books, event: AnyEvent) -> Lane | None:
 # -- WPGs ---------------------------------------------------------------------------------
 
 
-def _held(lane: Lane, event: WpgHeld) -> None:
+def _held(books: Books, lane: Lane, event: WpgHeld) -> None:
     if lane.wpg is None:
         lane.wpg, lane.meter = event.wpg, Meter(event.wpg, lane.now_us)
         lane.up, lane.reason, lane.gone = False, "its ranks start", ""
         handover.look_at_copies(lane)
+        shared.joined(books, lane)
 
 
 def _up(books: Books, lane: Lane, event: WpgUp, out: list[AnyInstruction]) -> None:
     if lane.wpg is None or lane.up:
         return
     lane.up, lane.reason, lane.expected = True, "", None
+    if lane.group is not None:
+        shared.came_up(lane.group, lane, awake=event.awake)
     resident = None
-    if event.resident in books.homes and books.homes[event.resident][0] is lane:
+    has = lane.group is None or lane.group.turn is lane
+    if has and event.resident in books.homes and books.homes[event.resident][0] is lane:
         resident = books.homes[event.resident][1]
     heard = [books.entries[call] for call, _ in event.running if call in books.entries]
     for entry in heard:
@@ -173,6 +181,8 @@ def _down(books: Books, lane: Lane, event: WpgDown, out: list[AnyInstruction]) -
     if lane.up:
         lane.up = False
         books.lose(lane, event.cause, out, blame=event.blame)
+        if lane.group is not None:
+            shared.went_down(lane.group, lane)
     lane.reason = event.reason
 
 
@@ -180,10 +190,16 @@ def _released(books: Books, lane: Lane, event: WpgReleased, out: list[AnyInstruc
     if lane.up:
         lane.up = False
         books.lose(lane, event.cause, out, blame=False)
+        if lane.group is not None:
+            shared.went_down(lane.group, lane)
     if lane.meter is not None:
         out.extend(lane.meter.cut(lane.now_us, (), event.cause))
     handover.released(lane, event, out)
+    sharing = [] if lane.group is None else shared.left(lane.group, lane)
     lane.wpg = lane.meter = None
+    for other in sharing:
+        out.extend(other.account(event.cause))
+        books.touch(other)
     books.tidy(lane)
 
 
@@ -441,7 +457,7 @@ def _tick(books: Books, event: Tick, out: list[AnyInstruction]) -> None:
     """Write long stretches down; wake the lanes that wanted to be woken."""
     for lane in books.lanes.values():
         if lane.meter is not None and (event.flush or lane.meter.due(event.at_us)):
-            out.extend(lane.meter.cut(lane.clamp(event.at_us), lane.calls(), event.cause))
+            out.extend(lane.meter.cut(lane.clamp(event.at_us), lane.charged(), event.cause))
         alarm_us = lane.alarm_us()
         if alarm_us is not None and event.at_us >= alarm_us:
             books.touch(lane)

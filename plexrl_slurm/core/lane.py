@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from plexrl_slurm.core.ids import CallId, CauseId, DeploymentId, JobId, WpgId
 from plexrl_slurm.core.ledger import DOWN, IDLE, Meter, Use
@@ -20,6 +20,9 @@ from plexrl_slurm.core.messages import (
 from plexrl_slurm.core.ordering import Entry, Program
 from plexrl_slurm.core.phase import Phase
 from plexrl_slurm.core.residency import Residency, Whereabouts
+
+if TYPE_CHECKING:
+    from plexrl_slurm.core.shared import Group
 
 #: Moves in a row that find a tier full; then what is resident, and cannot be saved, makes room: its
 #: calls rebuild it.
@@ -130,6 +133,8 @@ class Lane:
     id: WpgId
     #: ``None`` unless it is held.
     wpg: Wpg | None = None
+    #: With whom it takes turns on its GPUs; ``None``: it has them for itself.
+    group: "Group | None" = None
     meter: Meter | None = None
     up: bool = False
     #: Why it is down.
@@ -208,6 +213,8 @@ class Lane:
         if not self.up:
             return self.kept_until_us
         alarms = [at for at in (self.kept_until_us, self.room_us) if at is not None]
+        if self.group is not None and self.group.retry_us is not None:
+            alarms.append(self.group.retry_us)
         return min([*alarms, *(tenant.retry_us for tenant in self.copies.values())], default=None)
 
     def no_room(self, reason: str, retry_us: int) -> bool:
@@ -228,7 +235,19 @@ class Lane:
         return (run.entry.call for run in self.running.values() if run.entry is not None)
 
     def use(self) -> Use:
-        """What it does now, for the ledger."""
+        """What it does now, for the ledger; of shared GPUs, what they do."""
+        if self.group is not None and self.group.leader is self:
+            return self.group.use()
+        return self.own_use()
+
+    def charged(self) -> Iterator[Call]:
+        """The calls that bear a share of what the ledger says."""
+        if self.group is not None and self.group.leader is self:
+            return self.group.calls()
+        return self.calls()
+
+    def own_use(self) -> Use:
+        """What it does now."""
         if not self.up:
             return DOWN
         if self.move is not None:
@@ -243,12 +262,15 @@ class Lane:
                     activity=Activity.BUSY, jobs=jobs, call=first.call, began_us=first.start_us
                 )
             return Use(activity=Activity.BUSY, jobs=jobs)
-        if self.kept_until_us is not None and self.resident is not None and self.waiting:
+        others = self.waiting or self.group is not None
+        if self.kept_until_us is not None and self.resident is not None and others:
             return Use(activity=Activity.KEPT, jobs=frozenset((self.resident.last_job,)))
         return IDLE
 
     def account(self, cause: CauseId) -> list[Charge]:
         """Close the open stretch if the WPG now does something else."""
+        if self.group is not None:
+            return self.group.account(cause)
         if self.meter is None:
             return []
         return self.meter.turn(self.use(), self.now_us, self.calls(), cause)
