@@ -27,6 +27,7 @@ from plexrl_slurm.daemons import agent_private
 from plexrl_slurm.daemons.agent_config import AgentConfig, devices_of, visible_gpus
 from plexrl_slurm.daemons.agent_orders import Orders
 from plexrl_slurm.daemons.agent_private import PrivateFolder
+from plexrl_slurm.daemons.agent_turns import Turns
 from plexrl_slurm.daemons.folders import tidy_siblings
 from plexrl_slurm.daemons.gang import Gang
 from plexrl_slurm.daemons.gang_part import GangPart
@@ -83,6 +84,7 @@ class Agent:
             number=self._next_number,
             tidy=self._tidy,
         )
+        self._turns = Turns(self._orders, report=self._report, number=self._next_number)
         self._parts = PartOrders(
             self._tier,
             self._orders,
@@ -172,6 +174,8 @@ class Agent:
                     for order, (wpg, call, _) in list(self._orders.running.items()):
                         if (wpg, call) == (command.wpg, command.call):
                             await self._orders.gangs[wpg].abort(order, pause=command.pause)
+                case tm.GrantOrder():
+                    self._move(self._turns.grant(command))
                 case tm.PersistOrder():
                     by = self._parts if command.share else self._orders
                     self._spawn(by.persist(command))
@@ -287,6 +291,7 @@ class Agent:
                         running=running[name],
                         incarnation=gang.newest,
                         pids=gang.pids,
+                        awake=self._turns.is_awake(name),
                     )
                     for name, gang in self._orders.gangs.items()
                 ],
@@ -309,6 +314,7 @@ class Agent:
                 continue
             gang = self._gang(config, welcome.models, devices)
             self._orders.gangs[config.name] = gang
+            self._turns.add(config, gang)
             if config.nodes > 1:
                 self._tier.part(config.name, world=config.world, ranks=config.ranks)
             elif gang.trains:

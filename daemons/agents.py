@@ -9,10 +9,7 @@ import msgspec
 
 from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.ids import CallId, CauseId, DeploymentId, WpgId
-from plexrl_slurm.core.messages import (
-    Room,
-    WpgUp,
-)
+from plexrl_slurm.core.messages import Granted, Room, WpgUp
 from plexrl_slurm.daemons.agent_reports import AgentReports
 from plexrl_slurm.daemons.agent_views import AgentView, WpgView
 from plexrl_slurm.daemons.gang_hub import GangHub
@@ -258,6 +255,7 @@ class AgentHub(AgentReports, OrderPost):
                         resident=DeploymentId(gang.resident) if gang.resident else None,
                         progress=gang.progress if gang.resident else None,
                         running=running,
+                        awake=gang.awake,
                     )
                 )
         await self._server.send(
@@ -306,6 +304,9 @@ class AgentHub(AgentReports, OrderPost):
             case tm.Done(what="persist"):
                 self._persist_done(address, report)
                 self._acknowledge(address, report.number)
+            case tm.Done(what="grant"):
+                self._granted(report)
+                self._acknowledge(address, report.number)
             case tm.Done():
                 if not report.ok:
                     say(log, "switch_failed", wpg=report.wpg, reason=report.error)
@@ -330,6 +331,21 @@ class AgentHub(AgentReports, OrderPost):
                 self.stories.heard(agent.place.node, stock)
             case tm.Hello() | tm.Beat() | tm.PartReady():
                 pass
+
+    def _granted(self, report: tm.Done) -> None:
+        if not report.ok:
+            say(log, "grant_refused", wpg=report.wpg, reason=report.error)
+        self._shell.feed(
+            Granted(
+                at_us=now_us(),
+                cause=CauseId(f"GPUs of {report.wpg}"),
+                wpg=WpgId(report.wpg),
+                number=report.part,
+                ok=report.ok,
+                awake=WpgId(report.awake),
+                error=report.error,
+            )
+        )
 
     def _sampler_of(self, snapshot: str) -> bytes:
         """Agent of the WPG that will sample from it; "" if there is none."""

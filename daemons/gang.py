@@ -268,6 +268,7 @@ class Gang:
                 "models": self._models,
                 "options": self.config.options,
                 "cores": self._cores(rank),
+                "asleep": bool(self.config.group),
                 "identity": self._identity(rank).decode(),
             }
             path = self._specs / f"{self.config.name}.rank-{rank}.json"

@@ -9,7 +9,7 @@ from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.errors import NotFound
 from plexrl_slurm.core.holding import Fault, HoldPhase
 from plexrl_slurm.core.ids import CauseId, SlurmId, WpgId
-from plexrl_slurm.core.messages import Pool, WpgDown, WpgHeld, WpgReleased
+from plexrl_slurm.core.messages import WpgDown, WpgHeld, WpgReleased
 from plexrl_slurm.daemons.agents import AgentHub
 from plexrl_slurm.daemons.layout import HeldWpg, Place, Room, local_nodes, wpg_slots
 from plexrl_slurm.daemons.moves import Mover
@@ -126,11 +126,12 @@ class HeldWpgs:
         """What a node offers; ``None``: its component is no longer configured."""
         place = Place(hold=hold.id, component=component, node=node)
         if self._settings.backend == "local":
-            return Room(place=place, pool=None, gpus=sum(s.table.gpus for s in self.slots))
+            gpus = sum(slot.table.gpus for slot in self.slots if not slot.follows)
+            return Room(place=place, pool=None, gpus=gpus)
         if component >= len(self._settings.hold.components):
             return None
         table = self._settings.hold.components[component]
-        return Room(place=place, pool=Pool(table.pool), gpus=table.gpus_per_node)
+        return Room(place=place, pool=table.pool, gpus=table.gpus_per_node)
 
     def add(self, hold: LiveHold, layout: Iterable[HeldWpg], held_us: Mapping[WpgId, int]) -> None:
         """The hold has these WPGs, each booked from the instant on that is given."""

@@ -40,7 +40,17 @@ class WpgSlot:
     def shape(self) -> Shape:
         """What it needs."""
         table = self.table
-        return Shape(pool=table.pool, gpus=table.gpus_per_node, nodes=table.nodes)
+        return Shape(pool=table.place, gpus=table.gpus_per_node, nodes=table.nodes)
+
+    @property
+    def follows(self) -> bool:
+        """Whether it has the GPUs of the training WPG that it takes turns with."""
+        return bool(self.table.shared) and self.pool is Pool.ROLLOUT
+
+    def leads(self, other: "WpgSlot") -> bool:
+        """Whether ``other`` follows it."""
+        mine, theirs = (self.table.shared, self.index), (other.table.shared, other.index)
+        return other.follows and not self.follows and mine == theirs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +129,9 @@ class HeldWpg:
             devices=list(self.seats[number].devices),
             nodes=len(self.seats),
             number=number,
+            group=(self.wpg.shares or self.id) if table.shared else "",
+            awake_bytes=options.get("device_bytes", 0),
+            residual_bytes=table.residual_bytes,
         )
 
 
@@ -139,8 +152,8 @@ class Room:
     """A place and what it offers."""
 
     place: Place
-    #: ``None``: WPGs of any pool (a machine without Slurm).
-    pool: Pool | None
+    #: Of its component; ``None``: WPGs of any pool (a machine without Slurm).
+    pool: str | None
     gpus: int
 
 
@@ -156,7 +169,9 @@ def lay_out(
     used, names = dict.fromkeys(rooms, 0), set(taken)
     found: dict[str, HeldWpg] = {}
     for slot in _in_turn(slots):
-        fitting = [room for room in rooms if room.pool in (None, slot.pool)]
+        if slot.follows:
+            continue
+        fitting = [room for room in rooms if room.pool in (None, slot.table.place)]
         home = window(
             [room.place.component for room in fitting],
             [room.gpus - used[room] for room in fitting],
@@ -171,7 +186,20 @@ def lay_out(
             slot=slot,
             seats=seats,
         )
+    for slot in slots:
+        if slot.follows and (leader := _leader(slot, found.values())) is not None:
+            found[slot.name] = _follower(slot, leader, _name(slot, names))
     return tuple(found[slot.name] for slot in slots if slot.name in found)
+
+
+def _leader(slot: WpgSlot, found: Iterable[HeldWpg]) -> HeldWpg | None:
+    return next((held for held in found if held.slot.leads(slot)), None)
+
+
+def _follower(slot: WpgSlot, leader: HeldWpg, name: WpgId) -> HeldWpg:
+    """On the same GPUs, which count as the leader's."""
+    wpg = Wpg(id=name, pool=slot.pool, gpus=0, shares=leader.id)
+    return HeldWpg(wpg=wpg, slot=slot, seats=leader.seats)
 
 
 def _in_turn(slots: Sequence[WpgSlot]) -> list[WpgSlot]:
@@ -219,10 +247,12 @@ def find_again(
     by_name = {slot.name: slot for slot in slots}
     known = [row for row in rows if row.slot in by_name]
     used: dict[Room, int] = {}
-    found = []
+    found: list[HeldWpg] = []
     # The order in which the devices were given out.
     for at in in_turn([by_name[row.slot].shape for row in known]):
         row, slot = known[at], by_name[known[at].slot]
+        if slot.follows:
+            continue
         homes = [rooms.get((row.component, node)) for node in row.nodes]
         there = [room for room in homes if room is not None]
         if len(there) < len(homes) or len(there) != slot.table.nodes:
@@ -234,4 +264,8 @@ def find_again(
                 seats=tuple(_seat(slot, room, used) for room in there),
             )
         )
+    for row in known:
+        slot = by_name[row.slot]
+        if slot.follows and (leader := _leader(slot, found)) is not None:
+            found.append(_follower(slot, leader, WpgId(row.name)))
     return tuple(found)

@@ -1,7 +1,16 @@
 """Orders to agents, as messages: the outgoing half of the hub."""
 
 from plexrl_slurm.core.ids import CallId, WpgId
-from plexrl_slurm.core.messages import Call, Expect, Pause, Persist, Run, SaveImage, Switch
+from plexrl_slurm.core.messages import (
+    Call,
+    Expect,
+    Grant,
+    Pause,
+    Persist,
+    Run,
+    SaveImage,
+    Switch,
+)
 from plexrl_slurm.daemons.agent_views import AgentView, WpgView
 from plexrl_slurm.daemons.gang_hub import GangHub
 from plexrl_slurm.daemons.image_stories import ImageStories
@@ -72,6 +81,12 @@ class OrderPost:
                 progress=step.progress,
             ),
         )
+
+    def grant(self, step: Grant) -> None:
+        order = tm.GrantOrder(
+            epoch=self._epoch, id=self.order_id(), wpg=step.wpg, number=step.number
+        )
+        self._post(self.wpgs[step.wpg].agent, order)
 
     def hint(self, step: Expect) -> None:
         order = tm.ExpectOrder(epoch=self._epoch, wpg=step.wpg, deployment=step.deployment or "")

@@ -4,7 +4,16 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from plexrl_slurm.core.ids import CallId, WpgId
-from plexrl_slurm.core.messages import Call, Expect, Pause, Persist, Run, SaveImage, Switch
+from plexrl_slurm.core.messages import (
+    Call,
+    Expect,
+    Grant,
+    Pause,
+    Persist,
+    Run,
+    SaveImage,
+    Switch,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +41,7 @@ class Orders(Protocol):
     def switch(self, step: Switch, weights: Weights | None, durable: Durable | None) -> None: ...
     def persist(self, step: Persist, known: Durable | None) -> None: ...
     def save(self, step: SaveImage) -> None: ...
+    def grant(self, step: Grant) -> None: ...
     def hint(self, step: Expect) -> None: ...
     def run(self, step: Run, call: Call, body: bytes, publish: str) -> None: ...
     def pause(self, step: Pause) -> None: ...

@@ -1,8 +1,8 @@
-"""Gangs that take turns on the same GPUs: training and rollout of a shared pool.
+"""Gangs that take turns on the same GPUs: training and rollout of a shared group.
 
 One is awake. Its successor is woken only after it gave its memory back, what is left was
 measured, and that is no more than it may keep. Whoever asks sees to it that nothing runs, and that
-the state of a training gang is in an image: what sleeps forgets.
+the state of a training gang is in an image: what sleeps forgets. A gang comes up asleep.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from plexrl_slurm.engines import ranklink
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What one gang of a group may take of each of its ranks' GPUs."""
+    """What one gang of a group may take of all its GPUs together."""
 
     gang: Gang
     #: Awake: what must be free before it is woken.
@@ -26,20 +26,33 @@ class Share:
 
 
 class SharedGpus:
-    """A group of such gangs; all of them are up."""
+    """A group of such gangs."""
 
     def __init__(self, shares: Mapping[str, Share], *, order_id: Callable[[], str]) -> None:
-        self._shares, self._order_id = shares, order_id
+        self._shares, self._order_id = dict(shares), order_id
         self._turn = asyncio.Lock()
-        #: Start of the gang that sleeps: one that was started anew is awake.
-        self._asleep: dict[str, int] = {}
+        #: Start of the gang that is awake: one that was started anew sleeps.
+        self._awake: dict[str, int] = {}
         #: Bytes that were in use at each gang's last sleep or wake; for ``sinfo``.
         self.used: dict[str, int] = {}
 
+    def add(self, name: str, share: Share) -> None:
+        """One more, which sleeps."""
+        self._shares[name] = share
+
     @property
     def awake(self) -> list[str]:
-        """Who has device memory; more than one only after a start."""
-        return [name for name in self._shares if not self._sleeps(name)]
+        """Who has device memory: one, or none."""
+        return [
+            name
+            for name, share in self._shares.items()
+            if share.gang.state == "up" and self._awake.get(name) == share.gang.incarnation
+        ]
+
+    @property
+    def names(self) -> list[str]:
+        """All of them."""
+        return list(self._shares)
 
     async def grant(self, name: str) -> None:
         """Make ``name`` the only one that is awake.
@@ -52,48 +65,37 @@ class SharedGpus:
             try:
                 for other in before:
                     await self._sleep(other)
-                if self._sleeps(name):
+                if name not in self.awake:
                     await self._wake(name)
             except DeviceBusy:
-                await self._undo(name, before)
+                for other in before:
+                    if other not in self.awake:
+                        await self._wake(other, needed=0)  # it had that memory until now
                 raise
-
-    async def _undo(self, name: str, before: list[str]) -> None:
-        if not self._sleeps(name):
-            await self._order(name, ranklink.Sleep(limit=self._shares[name].residual_bytes))
-            self._asleep[name] = self._shares[name].gang.incarnation
-        for other in before:
-            if self._sleeps(other):
-                await self._wake(other, needed=0)  # it had that memory until now
-
-    def _sleeps(self, name: str) -> bool:
-        return self._asleep.get(name) == self._shares[name].gang.incarnation
 
     async def _sleep(self, name: str) -> None:
         share = self._shares[name]
         # Noted first: whatever the measurement says, its state is gone.
-        self._asleep[name] = share.gang.incarnation
-        await self._all_well(name, ranklink.Sleep(limit=share.residual_bytes))
+        self._awake.pop(name, None)
+        others = sum(other.residual_bytes for key, other in self._shares.items() if key != name)
+        ranks = share.gang.processes
+        await self._all_well(
+            name, ranklink.Sleep(limit=share.residual_bytes // ranks, beside=others // ranks)
+        )
 
     async def _wake(self, name: str, *, needed: int | None = None) -> None:
         share = self._shares[name]
-        await self._all_well(
-            name, ranklink.Wake(needed=share.awake_bytes if needed is None else needed)
-        )
-        del self._asleep[name]
+        wanted = share.awake_bytes // share.gang.processes if needed is None else needed
+        born = share.gang.incarnation
+        await self._all_well(name, ranklink.Wake(needed=wanted))
+        self._awake[name] = born
 
     async def _all_well(self, name: str, operation: ranklink.Sleep | ranklink.Wake) -> None:
-        answers = await self._order(name, operation)
-        for answer in answers:
-            if not answer.ok:
-                raise DeviceBusy(f"WPG {name}: {answer.error}")
-
-    async def _order(
-        self, name: str, operation: ranklink.Sleep | ranklink.Wake
-    ) -> list[ranklink.Answer]:
         gang = self._shares[name].gang
         answers: list[ranklink.Answer] = await gang.order(
             self._order_id(), [operation] * gang.processes
         )
         self.used[name] = sum(answer.used_bytes for answer in answers)
-        return answers
+        for answer in answers:
+            if not answer.ok:
+                raise DeviceBusy(f"WPG {name}: {answer.error}")

@@ -31,6 +31,7 @@ from plexrl_slurm.core.messages import (
     Finish,
     Forget,
     FunctionKind,
+    Grant,
     ImagesLeft,
     Pause,
     Persist,
@@ -341,6 +342,8 @@ class Shell:
             case SaveImage():
                 self._moving[step.wpg] = step
                 self._agents().save(step)
+            case Grant():
+                self._agents().grant(step)
             case Finish():
                 self._finish(step)
             case Forget():

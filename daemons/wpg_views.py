@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from plexrl_slurm.core.explain import WpgView
+from plexrl_slurm.core.messages import Activity
 from plexrl_slurm.daemons.shell import Shell
 
 
@@ -13,7 +15,11 @@ def wpg_views(shell: Shell) -> list[dict[str, Any]]:
             "id": view.wpg,
             "pool": str(view.pool),
             "gpus": view.gpus,
-            "state": str(view.activity),
+            "state": "asleep" if _sleeps(view) else str(view.activity),
+            # Whose GPUs it has, and with whom it takes turns on them.
+            "shares": view.shares,
+            "shares_with": list(view.shares_with),
+            "asleep": view.asleep,
             "draining": view.draining,
             "resident": view.resident,
             "resident_job": (
@@ -30,3 +36,7 @@ def wpg_views(shell: Shell) -> list[dict[str, Any]]:
         }
         for view in shell.core.views()
     ]
+
+
+def _sleeps(view: WpgView) -> bool:
+    return view.asleep and view.activity is Activity.IDLE

@@ -139,7 +139,7 @@ def _audit(wpg: WpgId, stays: list[WpgRow], stretches: Iterator[_Stretch]) -> It
         return Flaw(wpg=wpg, kind=kind, start_us=start, stop_us=stop, gpu_us=gpu_us)
 
     def missing(until: int) -> Iterator[Flaw]:
-        if booked < until:
+        if booked < until and stay.gpus:  # else its time is booked on the WPG that it shares with
             yield flaw(FlawKind.GAP, booked, until, (booked - until) * stay.gpus)
 
     stay, *later = stays

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from plexrl_slurm import shared_settings
 from plexrl_slurm.budgets import check_budgets, check_host, check_nvme, not_writable, on_gangs
 from plexrl_slurm.core import zero
 from plexrl_slurm.core.catalogue import ModelSpec
@@ -100,6 +101,16 @@ class WpgSettings:
     #: asleep, one per architecture); every engine
     #: ``device_bytes``: what residents may take on all GPUs of a WPG together.
     options: Mapping[str, Any] = field(default_factory=dict)
+    #: It takes turns with the table of the other pool that says the same name; see
+    #: ``shared_settings``.
+    shared: str = ""
+    residual_bytes: int = 0
+    gpu_bytes: int = 0
+
+    @property
+    def place(self) -> str:
+        """Pool of the components that it lies on."""
+        return shared_settings.POOL if self.shared else self.pool
 
     @property
     def gpus_per_node(self) -> int:
@@ -228,11 +239,12 @@ def check(path: Path) -> Findings:
     elif "slurm" in data:
         report.bad("slurm", 'it has no effect with backend "local": leave it out')
     wpg_tables = array(report, data, "wpg")
-    wpgs = tuple(
-        wpg
+    named = {
+        key: wpg
         for index, table in enumerate(wpg_tables)
-        if (wpg := _wpg(report, f"wpg[{index}]", table)) is not None
-    )
+        if (wpg := _wpg(report, key := f"wpg[{index}]", table)) is not None
+    }
+    wpgs = tuple(named.values())
     gangs = [(wpg.gpus, wpg.options) for wpg in wpgs if wpg.pool == "train"]
     models = [
         (model[0], on_gangs(model[1], gangs))
@@ -240,10 +252,10 @@ def check(path: Path) -> Findings:
         if (model := _model(report, f"model[{index}]", table, folder)) is not None
     ]
     _check_pools(report, wpgs, complete=len(wpgs) == len(wpg_tables))
-    shapes = [Shape(pool=w.pool, gpus=w.gpus_per_node, nodes=w.nodes) for w in wpgs]
-    check_shapes(
-        report, hold, [s for s, w in zip(shapes, wpgs, strict=True) for _ in range(w.count)]
-    )
+    shared_settings.check_shared(report, named, slurm=hold.backend == "slurm")
+    placed = [w for w in shared_settings.places(wpgs) for _ in range(w.count)]
+    shapes = [Shape(pool=w.place, gpus=w.gpus_per_node, nodes=w.nodes) for w in placed]
+    check_shapes(report, hold, shapes)
     queue = read_queue(report, data)
     counts = [(wpg.pool, wpg.count) for wpg in wpgs]
     check_reservation(report, queue, wpgs=counts, host_bytes=values.get("host_bytes"))
@@ -283,6 +295,7 @@ def _wpg(report: Report, key: str, data: Mapping[str, Any]) -> WpgSettings | Non
     table.take("nodes", as_count, required=False)
     table.take("count", as_count, required=False)
     table.take("cores", _cores, required=False)
+    shared_settings.take(table)
     options = Table(report, f"{key}.options", mapping(report, data, "options", at=key))
     table.known.append("options")
     table.finish()

@@ -32,7 +32,7 @@ _MINUTE_US: Final = 60_000_000
 class ComponentSettings:
     """One ``[[hold.component]]``: nodes of one kind in every hold."""
 
-    #: ``train`` or ``rollout``.
+    #: ``train``, ``rollout``, or ``shared`` for WPGs that take turns on the same GPUs.
     pool: str
     #: Slurm's partition.
     partition: str
@@ -141,7 +141,7 @@ def _check_hold(report: Report, hold: HoldSettings) -> None:
 
 def _component(report: Report, key: str, data: Mapping[str, Any]) -> ComponentSettings | None:
     table = Table(report, key, data)
-    table.take("pool", one_of("pool", ("train", "rollout")))
+    table.take("pool", one_of("pool", ("train", "rollout", "shared")))
     table.take("partition", as_name)
     table.take("nodes", as_count, required=False)
     table.take("gpus_per_node", as_count, required=False)
@@ -167,7 +167,7 @@ def check_shapes(report: Report, hold: HoldSettings, wpgs: Sequence[Shape]) -> N
     """Whether the WPGs fit into the nodes of one hold."""
     if hold.backend != "slurm" or not hold.components:
         return
-    for pool in ("train", "rollout"):
+    for pool in ("train", "rollout", "shared"):
         nodes = [
             (index, component.gpus_per_node)
             for index, component in enumerate(hold.components)

@@ -52,7 +52,7 @@ def _text(found: Mapping[str, Any], *, long: bool, header: bool) -> str:
             wpg["id"],
             wpg["pool"],
             wpg.get("node") or "-",
-            wpg["gpus"],
+            f"of {wpg['shares']}" if wpg.get("shares") else wpg["gpus"],
             wpg["state"],
             wpg["resident"] or "-",
             wpg["waiting"],

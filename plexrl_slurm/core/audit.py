@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from plexrl_slurm.core import shared
 from plexrl_slurm.core.books import Books
 from plexrl_slurm.core.ids import JobId
 from plexrl_slurm.core.lane import Lane, Tenant
@@ -19,6 +20,8 @@ def complaints(books: Books) -> list[str]:
     found: list[str] = []
     for lane in books.lanes.values():
         found += _lane(lane)
+        if lane.group is not None and lane.group.leader is lane:
+            found += shared.complaints(lane.group)
         for tenant in lane.tenants.values():
             found += _tenant(lane, tenant)
     for name, (lane, tenant) in books.homes.items():

@@ -60,10 +60,12 @@ class Books:
         return lane
 
     def touch(self, lane: Lane) -> None:
-        """Something changed: the lane wants to be planned."""
+        """Something changed: the lane wants to be planned, and whoever waits for its GPUs."""
         self.stale[lane.id] = lane
         if lane.now_us < self.beat_us:
             self.due_us = 0
+        if lane.group is not None:
+            self.stale.update({other.id: other for other in lane.group.lanes})
 
     def tidy(self, lane: Lane) -> None:
         """Forget a lane that is nobody's home and not held."""

@@ -32,6 +32,8 @@ class ReasonKind(StrEnum):
     KEPT = "kept"
     #: A tier has no room for the image of what is resident.
     NO_ROOM = "no_room"
+    #: It sleeps: another WPG has the GPUs that they share.
+    SHARED = "shared"
     #: Another job is to go first.
     AHEAD = "ahead"
     #: New samples do not join: somebody else is to follow.
@@ -99,6 +101,11 @@ class WpgView:
     reason: str
     #: It is being given back.
     draining: bool = False
+    #: WPGs on the same GPUs; it is awake while they sleep.
+    shares_with: tuple[WpgId, ...] = ()
+    asleep: bool = False
+    #: The one of them that the GPUs are booked on; "" if it is this one.
+    shares: WpgId | None = None
 
 
 def explain(planner: Planner, subject: str) -> Explanation:
@@ -132,7 +139,7 @@ def view(planner: Planner, lane: Lane) -> WpgView:
     """What one held WPG does."""
     if lane.wpg is None or lane.meter is None:
         raise ValueError(f"{lane.id} is not held")
-    use = lane.use()
+    use, group = lane.own_use(), lane.group
     waiting = [tenant for tenant in lane.tenants.values() if tenant.queue_length()]
     busy = {run.call for run in lane.running.values()}
     queued = sum(t.queue_length() for t in waiting)
@@ -156,6 +163,9 @@ def view(planner: Planner, lane: Lane) -> WpgView:
         kept_until_us=lane.kept_until_us,
         reason=lane.reason,
         draining=lane.draining,
+        shares_with=() if group is None else tuple(other.id for other in group.others(lane)),
+        asleep=group is not None and group.turn is not lane,
+        shares=lane.wpg.shares,
     )
 
 
@@ -234,6 +244,9 @@ def _of_wait(planner: Planner, lane: Lane, tenant: Tenant) -> Iterator[Reason]:
     if lane.wpg is None or lane.draining:
         yield from _of_home(planner, lane, tenant)
         return
+    if lane.group is not None and lane.group.turn is not lane:
+        yield from _of_sleep(lane)
+        return
     if lane.resident is not tenant or not lane.running:
         busy = list(_of_lane(lane))
         yield from (reason for reason in busy if reason.kind is not ReasonKind.IDLE)
@@ -301,6 +314,8 @@ def _of_lane(lane: Lane) -> Iterator[Reason]:
         what = "saving an image" if saves else "switching"
         sentence = f"{lane.id} is {what} for job {job}"
         yield Reason(kind=ReasonKind.SWITCHING, sentence=sentence, wpg=lane.id, job=job)
+    elif lane.group is not None and lane.group.turn is not lane:
+        yield from _of_sleep(lane)
     elif lane.running:
         yield from _running(lane)
     elif lane.room_us is not None:
@@ -322,6 +337,36 @@ def _of_lane(lane: Lane) -> Iterator[Reason]:
         )
     else:
         yield Reason(kind=ReasonKind.IDLE, sentence=f"{lane.id} is idle", wpg=lane.id)
+
+
+def _of_sleep(lane: Lane) -> Iterator[Reason]:
+    """Of one that shares its GPUs and does not have them."""
+    group = lane.group
+    if group is None:
+        return
+    names = " and ".join(each.id for each in group.lanes)
+    if not lane.up:
+        yield from _of_lane(lane)
+    if group.retry_us is not None and group.refused is lane:
+        left_us = max(0, group.retry_us - lane.now_us)
+        sentence = (
+            f"{lane.id} could not have the GPUs that {names} share ({group.reason}); it is tried "
+            f"again in {left_us / 1e6:.1f} s"
+        )
+        yield Reason(
+            kind=ReasonKind.SHARED, sentence=sentence, wpg=lane.id, until_us=group.retry_us
+        )
+    elif group.grant is not None:
+        job, who = group.grant.payer, group.grant.lane.id
+        sentence = f"{who} is getting the GPUs that {names} share, for job {job}"
+        yield Reason(kind=ReasonKind.SWITCHING, sentence=sentence, wpg=who, job=job)
+    elif group.turn is not None:
+        what = "; ".join(reason.sentence for reason in _of_lane(group.turn))
+        sentence = f"{lane.id} waits for the GPUs that {names} share: {what}"
+        yield Reason(kind=ReasonKind.SHARED, sentence=sentence, wpg=lane.id)
+    else:
+        sentence = f"{lane.id} sleeps, and nobody has the GPUs that {names} share"
+        yield Reason(kind=ReasonKind.SHARED, sentence=sentence, wpg=lane.id)
 
 
 def _running(lane: Lane) -> Iterator[Reason]:

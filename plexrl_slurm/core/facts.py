@@ -2,7 +2,7 @@
 
 from typing import assert_never
 
-from plexrl_slurm.core import handover, pausing
+from plexrl_slurm.core import handover, pausing, shared
 from plexrl_slurm.core.books import Books
 from plexrl_slurm.core.lane import Lane, Running, Tenant
 from plexrl_slurm.core.ledger import SHARED_ROW_US, Meter
@@ -16,6 +16,7 @@ from plexrl_slurm.core.messages import (
     DeploymentPlaced,
     Drained,
     Finish,
+    Granted,
     Paused,
     Persisted,
     Pool,
@@ -56,7 +57,7 @@ def book(books: Books, event: AnyEvent) -> list[AnyInstruction]:
         case RunEnded():
             _run_ended(books, lane, event, out)
         case WpgHeld():
-            _held(lane, event)
+            _held(books, lane, event)
         case WpgUp():
             _up(books, lane, event, out)
         case WpgDown():
@@ -73,6 +74,8 @@ def book(books: Books, event: AnyEvent) -> list[AnyInstruction]:
             _paused(books, lane, event, out)
         case SwitchEnded():
             _switch_ended(books, lane, event, out)
+        case Granted():
+            shared.granted(lane, event)
         case WpgDraining():
             handover.draining(lane, event, out)
         case WpgResumed():
@@ -109,6 +112,7 @@ def _lane_of(books: Books, event: AnyEvent) -> Lane | None:
             | WpgResumed()
             | Paused()
             | SwitchEnded()
+            | Granted()
         ):
             return books.lanes.get(event.wpg)
         case DeploymentDropped() | Persisted():
@@ -128,19 +132,23 @@ def _lane_of(books: Books, event: AnyEvent) -> Lane | None:
 # -- WPGs ---------------------------------------------------------------------------------
 
 
-def _held(lane: Lane, event: WpgHeld) -> None:
+def _held(books: Books, lane: Lane, event: WpgHeld) -> None:
     if lane.wpg is None:
         lane.wpg, lane.meter = event.wpg, Meter(event.wpg, lane.now_us)
         lane.up, lane.reason, lane.gone = False, "its ranks start", ""
         handover.look_at_copies(lane)
+        shared.joined(books, lane)
 
 
 def _up(books: Books, lane: Lane, event: WpgUp, out: list[AnyInstruction]) -> None:
     if lane.wpg is None or lane.up:
         return
     lane.up, lane.reason, lane.expected = True, "", None
+    if lane.group is not None:
+        shared.came_up(lane.group, lane, awake=event.awake)
     resident = None
-    if event.resident in books.homes and books.homes[event.resident][0] is lane:
+    has = lane.group is None or lane.group.turn is lane
+    if has and event.resident in books.homes and books.homes[event.resident][0] is lane:
         resident = books.homes[event.resident][1]
     heard = [books.entries[call] for call, _ in event.running if call in books.entries]
     for entry in heard:
@@ -180,6 +188,8 @@ def _down(books: Books, lane: Lane, event: WpgDown, out: list[AnyInstruction]) -
     if lane.up:
         lane.up = False
         books.lose(lane, event.cause, out, blame=event.blame)
+        if lane.group is not None:
+            shared.went_down(lane.group, lane)
     lane.reason = event.reason
 
 
@@ -187,10 +197,16 @@ def _released(books: Books, lane: Lane, event: WpgReleased, out: list[AnyInstruc
     if lane.up:
         lane.up = False
         books.lose(lane, event.cause, out, blame=False)
+        if lane.group is not None:
+            shared.went_down(lane.group, lane)
     if lane.meter is not None:
         out.extend(lane.meter.cut(lane.now_us, (), event.cause))
     handover.released(lane, event, out)
+    sharing = [] if lane.group is None else shared.left(lane.group, lane)
     lane.wpg = lane.meter = None
+    for other in sharing:
+        out.extend(other.account(event.cause))
+        books.touch(other)
     books.tidy(lane)
 
 
@@ -462,7 +478,7 @@ def _tick(books: Books, event: Tick, out: list[AnyInstruction]) -> None:
         for lane in books.lanes.values():
             if lane.meter is not None:
                 if event.flush or lane.meter.due(at_us):
-                    out.extend(lane.meter.cut(lane.clamp(at_us), lane.calls(), event.cause))
+                    out.extend(lane.meter.cut(lane.clamp(at_us), lane.charged(), event.cause))
                 due_us = min(due_us, lane.meter.due_us())
         books.due_us, books.beat_us = due_us, max(books.beat_us, at_us)
     woken = {wpg for wpg, alarm_us in books.alarms_us.items() if at_us >= alarm_us}

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from plexrl_slurm.core.ids import CallId, CauseId, DeploymentId, JobId, WpgId
 from plexrl_slurm.core.ledger import DOWN, IDLE, Meter, Use
@@ -21,6 +21,9 @@ from plexrl_slurm.core.ordering import Entry, Program
 from plexrl_slurm.core.phase import Phase
 from plexrl_slurm.core.policy import Candidate
 from plexrl_slurm.core.residency import Residency, Whereabouts
+
+if TYPE_CHECKING:
+    from plexrl_slurm.core.shared import Group
 
 #: Moves in a row that find a tier full; then what is resident, and cannot be saved, makes room: its
 #: calls rebuild it.
@@ -135,6 +138,8 @@ class Lane:
     id: WpgId
     #: ``None`` unless it is held.
     wpg: Wpg | None = None
+    #: With whom it takes turns on its GPUs; ``None``: it has them for itself.
+    group: "Group | None" = None
     meter: Meter | None = None
     up: bool = False
     #: Why it is down.
@@ -217,10 +222,17 @@ class Lane:
 
     def alarm_us(self) -> int | None:
         """When it wants to be planned though nothing happens."""
-        if not self.up or not (self.copies or self.room_us is not None):
+        if not self.up or not (
+            self.copies
+            or self.room_us is not None
+            or self.tail_us is not None
+            or self.group is not None
+        ):
             return self.kept_until_us
         times = (self.kept_until_us, self.room_us, self.tail_us)
         alarms = [at for at in times if at is not None]
+        if self.group is not None and self.group.retry_us is not None:
+            alarms.append(self.group.retry_us)
         return min([*alarms, *(tenant.retry_us for tenant in self.copies.values())], default=None)
 
     def no_room(self, reason: str, retry_us: int) -> bool:
@@ -240,7 +252,19 @@ class Lane:
         return (run.entry.call for run in self.running.values() if run.entry is not None)
 
     def use(self) -> Use:
-        """What it does now, for the ledger."""
+        """What it does now, for the ledger; of shared GPUs, what they do."""
+        if self.group is not None and self.group.leader is self:
+            return self.group.use()
+        return self.own_use()
+
+    def charged(self) -> Iterator[Call]:
+        """The calls that bear a share of what the ledger says."""
+        if self.group is not None and self.group.leader is self:
+            return self.group.calls()
+        return self.calls()
+
+    def own_use(self) -> Use:
+        """What it does now."""
         if not self.up:
             return DOWN
         if self.move is not None:
@@ -263,12 +287,15 @@ class Lane:
                     activity=Activity.BUSY, jobs=jobs, call=first.call, began_us=first.start_us
                 )
             return Use(activity=Activity.BUSY, jobs=jobs)
-        if self.kept_until_us is not None and self.resident is not None and self.waiting:
+        others = self.waiting or self.group is not None
+        if self.kept_until_us is not None and self.resident is not None and others:
             return Use(activity=Activity.KEPT, jobs=frozenset((self.resident.last_job,)))
         return IDLE
 
     def account(self, cause: CauseId) -> list[Charge]:
         """Close the open stretch if the WPG now does something else."""
+        if self.group is not None:
+            return self.group.account(cause)
         if self.meter is None:
             return []
         use = self.use()

@@ -89,8 +89,8 @@ class Meter:
             self._tokens, self._calls = {}, set()
         for call in running:
             self.count(call)
-        if at_us == start_us:
-            return []
+        if at_us == start_us or not self._wpg.gpus:
+            return []  # the time of GPUs that are shared is booked where they belong
         use = self.use
         only = next(iter(calls)) if use.call is None and len(calls) == 1 else use.call
         gpu_us = (at_us - start_us) * self._wpg.gpus

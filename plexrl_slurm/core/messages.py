@@ -49,6 +49,8 @@ class Wpg:
     pool: Pool
     #: GPUs (or what counts as one) it occupies; every microsecond of it counts this often.
     gpus: int
+    #: It has none of its own, and takes turns on those of this WPG, which is on the same nodes.
+    shares: WpgId | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +139,9 @@ class WpgUp(Event):
     progress: tuple[int, int] | None = None
     #: ``(call, part)`` that it is still working on.
     running: tuple[tuple[CallId, int], ...] = ()
+    #: Of one that shares GPUs: it is the one that has them. A gang that was started anew sleeps.
+    #: What is found of a group after a daemon's restart is said before the core plans.
+    awake: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,6 +312,19 @@ class SwitchEnded(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Granted(Event):
+    """Answer to :class:`Grant`."""
+
+    wpg: WpgId
+    number: int
+    ok: bool
+    #: Who has the GPUs now; "" for nobody. What was resident there is lost in any case.
+    awake: WpgId
+    #: Why it was refused, for people: memory that is not free, say.
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Persisted(Event):
     """Answer to :class:`Persist`; also ``ok=False`` for one that was lost with its agent."""
 
@@ -355,6 +373,18 @@ class SaveImage(Instruction):
     wpg: WpgId
     deployment: DeploymentId
     progress: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grant(Instruction):
+    """Wake ``wpg`` on the GPUs that it shares, after whoever has them sleeps.
+
+    Nothing runs on either, and nothing on the device is needed. Ends in :class:`Granted`, or one
+    of the two goes down: then it counts as never given.
+    """
+
+    wpg: WpgId
+    number: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -478,9 +508,10 @@ AnyEvent: TypeAlias = (
     | RunEnded
     | Paused
     | SwitchEnded
+    | Granted
     | Persisted
     | Tick
 )
 #: Instructions that occupy a WPG, or free it.
-Work: TypeAlias = Switch | SaveImage | Run | Pause
+Work: TypeAlias = Switch | SaveImage | Grant | Run | Pause
 AnyInstruction: TypeAlias = Work | Finish | Forget | Persist | Expect | Drained | Charge | WakeAt

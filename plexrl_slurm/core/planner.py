@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from plexrl_slurm.core import shared
 from plexrl_slurm.core.books import Books
 from plexrl_slurm.core.expect import expected
 from plexrl_slurm.core.ids import CauseId, JobId
@@ -44,9 +45,14 @@ class Planner:
         lane.kept_until_us = lane.tail_us = None
         if lane.room_us is not None and lane.room_us <= lane.now_us:
             lane.room_us = None
+        if lane.group is not None:
+            lane.group.look(lane.now_us)
         if lane.up and lane.move is None:
-            if lane.draining:
+            if lane.group is not None and not self._has_turn(lane, cause, out):
+                pass
+            elif lane.draining:
                 self._drain(lane, cause, out)
+                self._pass_on(lane, cause, out)
             elif lane.running:
                 self._join(lane, cause, out)
             else:
@@ -65,6 +71,8 @@ class Planner:
             for run in lane.running.values():
                 if run.entry is not None:
                     lane.meter.count(run.entry.call)
+            if lane.group is not None:
+                lane.group.count()
         return out
 
     def choose(self, lane: Lane) -> tuple[Choice, Tenant] | None:
@@ -73,15 +81,25 @@ class Planner:
         if not candidates:
             return None
         choice = self.policy.choose(candidates, hysteresis=self.hysteresis)
-        return choice, lane.tenants[choice.winner.key]
+        return choice, shared.find(lane, choice.winner.key)
 
     # -- candidates -----------------------------------------------------------------------
 
     def _candidates(self, lane: Lane) -> list[Candidate]:
         found = [self._candidate(lane, tenant) for tenant in lane.waiting.values()]
+        if lane.group is not None:
+            found += self._rivals(lane)
         if found and self.held_until_us(lane) is not None and lane.resident is not None:
             found.append(self._candidate(lane, lane.resident))
         return found
+
+    def _rivals(self, lane: Lane) -> list[Candidate]:
+        """Of those that wait for the GPUs of ``lane``, and sleep."""
+        return [
+            self._candidate(other, tenant)
+            for other in shared.rivals(lane)
+            for tenant in other.waiting.values()
+        ]
 
     def held_until_us(self, lane: Lane) -> int | None:
         """Until when the resident, which has no call, is worth waiting for."""
@@ -183,7 +201,8 @@ class Planner:
         moved = 0 if program is not None and program.image is None else tenant.image_bytes
         if resident is not None and resident.dirty:
             moved += resident.image_bytes
-        return self.books.costs.estimate_us(lane.id, moved)
+        cost_us = self.books.costs.estimate_us(lane.id, moved)
+        return cost_us if lane.group is None else cost_us + shared.turn_us(lane, self.books.costs)
 
     # -- decisions ------------------------------------------------------------------------
 
@@ -195,11 +214,14 @@ class Planner:
         if lane.room_us is not None:  # nobody else can come in now
             if lane.resident is not None and lane.resident.key in lane.waiting:
                 self._serve(lane, lane.resident, cause, out)
+            else:
+                self._pass_on(lane, cause, out)
             return
-        if not lane.waiting:
+        rivals = lane.group is not None and bool(shared.rivals(lane))
+        if not lane.waiting and not rivals:
             self._save_if_due(lane, self.image_every, cause, out)
             return
-        if lane.resident is not None and self._alone_in_line(lane, lane.resident):
+        if lane.resident is not None and not rivals and self._alone_in_line(lane, lane.resident):
             self._serve(lane, lane.resident, cause, out)
             return
         chosen = self.choose(lane)
@@ -208,6 +230,8 @@ class Planner:
         choice, tenant = chosen
         if choice.winner.virtual:
             lane.kept_until_us = self.held_until_us(lane)
+        elif rivals and lane.tenants.get(tenant.key) is not tenant:
+            self._give_way(lane, tenant, cause, out)
         else:
             self._serve(lane, tenant, cause, out)
 
@@ -217,6 +241,8 @@ class Planner:
         if resident is None or lane.trains():
             return
         alone = not lane.waiting or self._alone_in_line(lane, resident)
+        if lane.group is not None and shared.rivals(lane):
+            alone = False
         lane.leaving = lane.leaving and not alone
         lane.pausing = lane.pausing and not alone
         if not alone and not lane.pausing:
@@ -304,6 +330,45 @@ class Planner:
         lane.move = Move(
             order=order, start_us=lane.now_us, payer=payer, outgoing=dirty, incoming=tenant
         )
+
+    # -- GPUs that are shared -------------------------------------------------------------
+
+    def _has_turn(self, lane: Lane, cause: CauseId, out: list[AnyInstruction]) -> bool:
+        """Whether ``lane`` is awake; if nobody is, and it should be, it will."""
+        group = lane.group
+        if group is None or group.turn is lane:
+            return True
+        if group.turn is None and group.grant is None and lane.waiting and group.allows(lane):
+            chosen = self.choose(lane)
+            if chosen is not None:
+                self._give_way(lane, chosen[1], cause, out)
+        return False
+
+    def _pass_on(self, lane: Lane, cause: CauseId, out: list[AnyInstruction]) -> None:
+        """The best of those that wait for the GPUs of ``lane``, which has nothing to do there."""
+        resident = lane.resident
+        if lane.group is None or lane.running or lane.move is not None:
+            return
+        if resident is not None and resident.dirty:
+            return
+        if found := self._rivals(lane):
+            choice = self.policy.choose(tuple(found), hysteresis=self.hysteresis)
+            self._give_way(lane, shared.find(lane, choice.winner.key), cause, out)
+
+    def _give_way(
+        self, lane: Lane, tenant: Tenant, cause: CauseId, out: list[AnyInstruction]
+    ) -> None:
+        """The GPUs go to ``tenant``, which lives on another WPG of the group, or on this one."""
+        head, resident = tenant.head(), lane.resident
+        payer = tenant.last_job if head is None else head.call.job
+        if resident is not None and resident.dirty:
+            lane.owed = tenant
+            self._save(lane, resident, payer, cause, out)
+        elif lane.group is not None:
+            if resident is not None:
+                resident.lose(cause)
+            lane.resident = lane.owed = None
+            out.append(shared.take(lane.group, tenant, payer, lane.now_us, cause))
 
     def _save_if_due(
         self, lane: Lane, every: int, cause: CauseId, out: list[AnyInstruction]

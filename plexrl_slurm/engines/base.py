@@ -43,6 +43,8 @@ class RankSpec:
     master_address: str = "127.0.0.1"
     #: Of this incarnation of a gang on several nodes: ranks of another one have another.
     meeting: str = ""
+    #: It shares its GPUs: it comes up without their memory, and takes it when it is woken.
+    asleep: bool = False
 
 
 class TrainEngine(Protocol):

@@ -21,8 +21,12 @@ class DeviceMemory:
     free: int | None = None
 
 
-def check_given_back(memory: DeviceMemory, *, limit: int, who: str) -> None:
-    """Raise ``DeviceBusy`` if more than ``limit`` is left of an engine that sleeps."""
+def check_given_back(memory: DeviceMemory, *, limit: int, who: str, beside: int = 0) -> None:
+    """Raise ``DeviceBusy`` if more than ``limit`` is left of an engine that sleeps.
+
+    ``beside``: what others that sleep may keep; on GPUs theirs is in use too.
+    """
+    limit += 0 if memory.free is None else beside
     if memory.used > limit:
         raise DeviceBusy(
             f"{who} sleeps and {memory.used / 2**20:.0f} MiB of device memory are still in use, "

@@ -123,10 +123,11 @@ class FakeTrainEngine:
         self._faults = Faults(spec.options, rank=spec.rank)
         self._deployment: str | None = None
         self._state: FakeState | None = None
-        self._awake = True
+        self._awake = not spec.asleep
 
     def create(self, deployment: str, body: wire.Create) -> wire.Created:
         self._enter("create")
+        assert self._awake, f"{deployment} created on memory that others have"
         model = self._spec.models.get(body.base_model)
         if model is None:
             known = ", ".join(self._spec.models)
@@ -159,6 +160,7 @@ class FakeTrainEngine:
 
     def load_image(self, path: Path, *, deployment: str) -> int:
         self._enter("load_image")
+        assert self._awake, f"{deployment} loaded into memory that others have"
         slab = Slab(path)
         header = slab.read()
         if header.deployment != deployment:
@@ -311,7 +313,7 @@ class FakeSampleEngine:
         self._spec = spec
         self._faults = Faults(spec.options)
         self._started = False
-        self._awake = True
+        self._awake = not spec.asleep
         self._model: ModelSpec | None = None
         self._weights = ""
         self._loaded: tuple[str, int, int] | None = None
@@ -327,6 +329,7 @@ class FakeSampleEngine:
 
     async def load_snapshot(self, path: Path, *, model: str) -> int:
         assert self._started, "load_snapshot before start"
+        assert self._awake, f"{path} loaded into memory that others have"
         assert not self._running, f"load of {path} while {sorted(self._running)} are sampled"
         self._model = None
         await asyncio.sleep(self._faults.delay_s("load_snapshot"))

@@ -141,10 +141,10 @@ class TrainRank:
                 return 0, b""
             case ranklink.Call():
                 return 0, wire.encode(self._call(operation))
-            case ranklink.Sleep(limit=limit):
+            case ranklink.Sleep(limit=limit, beside=beside):
                 memory = engine.sleep()
                 self._used = memory.used
-                check_given_back(memory, limit=limit, who="the training engine")
+                check_given_back(memory, limit=limit, beside=beside, who="the training engine")
                 return 0, b""
             case ranklink.Wake(needed=needed):
                 check_room(engine.memory(), needed=needed, who="the training engine")
@@ -197,8 +197,14 @@ class TrainRank:
 class SampleRank:
     """Event loop around a sampling engine."""
 
-    def __init__(self, engine: SampleEngine, link: zmq.asyncio.Socket) -> None:
+    def __init__(
+        self, engine: SampleEngine, link: zmq.asyncio.Socket, *, asleep: bool = False
+    ) -> None:
+        """``asleep``: the engine is started when it is woken first."""
         self._engine, self._link = engine, link
+        self._started = asyncio.Event()
+        if not asleep:
+            self._started.set()
         self._running: dict[str, asyncio.Task[None]] = {}
         #: Sample call of each order.
         self._calls: dict[str, str] = {}
@@ -207,11 +213,15 @@ class SampleRank:
 
     async def run(self) -> str | None:
         """Until told to stop (``None``) or broken (why)."""
-        ended = asyncio.create_task(self._engine.broken())
+        ended = asyncio.create_task(self._ended())
         try:
             return await self._serve(ended)
         finally:
             ended.cancel()
+
+    async def _ended(self) -> str:
+        await self._started.wait()
+        return await self._engine.broken()
 
     async def _serve(self, ended: "asyncio.Task[str]") -> str | None:
         while True:
@@ -244,12 +254,15 @@ class SampleRank:
         moved, result, error, ok, used = 0, b"", "", True, 0
         try:
             match order.operation:
-                case ranklink.Sleep(limit=limit):
+                case ranklink.Sleep(limit=limit, beside=beside):
                     memory = await self._engine.sleep()
                     used = memory.used
-                    check_given_back(memory, limit=limit, who="vLLM")
+                    check_given_back(memory, limit=limit, beside=beside, who="vLLM")
                 case ranklink.Wake(needed=needed):
                     check_room(await self._engine.memory(), needed=needed, who="vLLM")
+                    if not self._started.is_set():
+                        await self._engine.start()
+                        self._started.set()
                     used = (await self._engine.wake()).used
                 case _:
                     moved, result = await self._perform(order.operation)
@@ -308,6 +321,8 @@ def run_train(spec: RankSpec) -> int:
     try:
         spec, changed = without_changed(spec)
         engine = make_train_engine(spec)
+        if spec.asleep:
+            engine.sleep()
         link.send(ranklink.encode(ranklink.Up(pid=os.getpid())))
         TrainRank(engine, link, changed).run()
     except Exception as problem:
@@ -334,9 +349,10 @@ async def run_sample(spec: RankSpec) -> int:
     link.connect(spec.agent)
     try:
         engine = make_sample_engine(without_changed(spec)[0])
-        await engine.start()
+        if not spec.asleep:
+            await engine.start()
         await link.send(ranklink.encode(ranklink.Up(pid=os.getpid())))
-        why = await SampleRank(engine, link).run()
+        why = await SampleRank(engine, link, asleep=spec.asleep).run()
         if why is not None:
             await _say_end(link, why)
             return 1

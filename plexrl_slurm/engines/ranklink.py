@@ -52,6 +52,8 @@ class Sleep(msgspec.Struct, frozen=True, tag="sleep"):
     """Give the device's memory back; what is resident is lost. Not ok if more is left."""
 
     limit: int
+    #: Of others on the same GPUs, which sleep: allowed besides where theirs is measured too.
+    beside: int = 0
 
 
 class Wake(msgspec.Struct, frozen=True, tag="wake"):

@@ -25,6 +25,11 @@ class WpgConfig(msgspec.Struct, frozen=True):
     #: Nodes that it lies on, each with an equal share of its ranks, and which of them this is.
     nodes: int = 1
     number: int = 0
+    #: WPGs with the same name here take turns on the same GPUs; "": it has them for itself.
+    group: str = ""
+    #: Of these, what must be free before it wakes, and what it may keep while it sleeps.
+    awake_bytes: int = 0
+    residual_bytes: int = 0
 
     @property
     def ranks(self) -> range:
@@ -59,6 +64,8 @@ class WpgHeld(msgspec.Struct, frozen=True):
     #: How often the gang was started.
     incarnation: int
     pids: list[int]
+    #: It has the GPUs that it shares.
+    awake: bool = False
 
 
 class SnapshotSource(msgspec.Struct, frozen=True):
@@ -176,8 +183,8 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     number: int
     wpg: str
     order: str
-    #: ``run``, ``switch``, ``save``, ``persist`` or ``evict``; of a part: ``fetch`` and ``share``,
-    #: too.
+    #: ``run``, ``switch``, ``save``, ``grant``, ``persist`` or ``evict``; of a part: ``fetch`` and
+    #: ``share``, too.
     what: str
     ok: bool
     #: Of a persist: the deployment, and the progress that is durable now. Of a switch: the
@@ -185,7 +192,10 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     deployment: str = ""
     progress: tuple[int, int] = (0, 0)
     call: str = ""
+    #: Of a grant: its number.
     part: int = 0
+    #: Of a grant: who has the GPUs now; "" for nobody.
+    awake: str = ""
     #: Encoded ``wire.Result`` of a run; of a share, encoded ``memory.shares.Share``.
     result: bytes = b""
     error: str = ""
@@ -282,6 +292,15 @@ class SaveOrder(msgspec.Struct, frozen=True, tag="save"):
     incarnation: int
     deployment: str
     progress: tuple[int, int]
+
+
+class GrantOrder(msgspec.Struct, frozen=True, tag="grant"):
+    """See ``core.messages.Grant``."""
+
+    epoch: int
+    id: str
+    wpg: str
+    number: int
 
 
 class PersistOrder(msgspec.Struct, frozen=True, tag="persist"):
@@ -439,6 +458,7 @@ Command: TypeAlias = (
     | Ack
     | SwitchOrder
     | SaveOrder
+    | GrantOrder
     | PersistOrder
     | ExpectOrder
     | EvictOrder

@@ -9,6 +9,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from plexrl_slurm import wire
 from plexrl_slurm.core.catalogue import ModelSpec
@@ -41,14 +42,18 @@ def run(
 ) -> None:
     async def main() -> None:
         configs = (
-            wpg("train-0", "fake_train", gpus=2, **TRAIN),
-            wpg("rollout-0", "fake_sample", **ROLLOUT),
+            structs.replace(wpg("train-0", "fake_train", gpus=2, **TRAIN), group="train-0"),
+            structs.replace(wpg("rollout-0", "fake_sample", **ROLLOUT), group="train-0"),
         )
         numbers = count()
         model = replace(MODEL, path=str(make_model_folder(folder / "tiny")))
         async with Ranks.running(folder, {"tiny": model}, *configs) as ranks:
             shares = {
-                name: Share(gang=gang, awake_bytes=needed, residual_bytes=residual)
+                name: Share(
+                    gang=gang,
+                    awake_bytes=needed * gang.processes,
+                    residual_bytes=residual * gang.processes,
+                )
                 for name, gang in ranks.gangs.items()
             }
             await work(ranks, SharedGpus(shares, order_id=lambda: f"turn-{next(numbers)}"))
@@ -63,12 +68,12 @@ async def create(ranks: Ranks) -> ranklink.Answer:
 
 def test_turns_are_granted_after_the_other_gave_its_memory_back(tmp_path: Path) -> None:
     async def work(ranks: Ranks, gpus: SharedGpus) -> None:
-        assert gpus.awake == ["train-0", "rollout-0"]
+        assert gpus.awake == []
         await gpus.grant("train-0")
-        assert (gpus.awake, gpus.used) == (["train-0"], {"rollout-0": 6})
+        assert (gpus.awake, gpus.used) == (["train-0"], {"train-0": 140})
         assert (await create(ranks)).ok
         await gpus.grant("train-0")
-        assert gpus.used == {"rollout-0": 6}  # nothing was done
+        assert gpus.used == {"train-0": 140}  # nothing was done
         await gpus.grant("rollout-0")
         assert (gpus.awake, gpus.used) == (["rollout-0"], {"train-0": 8, "rollout-0": 60})
         assert (await ranks.load("rollout-0", tmp_path / "tiny", model="tiny")).ok
@@ -80,32 +85,33 @@ def test_turns_are_granted_after_the_other_gave_its_memory_back(tmp_path: Path) 
 
 def test_memory_that_was_not_given_back_keeps_the_turn_where_it_was(tmp_path: Path) -> None:
     async def work(ranks: Ranks, gpus: SharedGpus) -> None:
+        await gpus.grant("rollout-0")
         with pytest.raises(DeviceBusy, match="WPG rollout-0: vLLM sleeps and"):
             await gpus.grant("train-0")
         assert gpus.awake == ["rollout-0"]
         assert (await ranks.load("rollout-0", tmp_path / "tiny", model="tiny")).ok
 
-    run(tmp_path, work, residual=5)
+    run(tmp_path, work, residual=1)
 
 
 def test_nobody_is_woken_into_memory_that_is_not_free(tmp_path: Path) -> None:
     async def work(ranks: Ranks, gpus: SharedGpus) -> None:
-        await gpus.grant("train-0")  # it is awake since its start: nothing to measure
         with pytest.raises(DeviceBusy, match="WPG rollout-0: vLLM needs"):
             await gpus.grant("rollout-0")
-        assert gpus.awake == ["train-0"]
-        assert (await create(ranks)).ok
+        assert gpus.awake == []
 
     run(tmp_path, work, needed=99)
 
 
-def test_a_gang_that_was_started_anew_is_awake_and_is_put_to_sleep_again(tmp_path: Path) -> None:
+def test_a_gang_that_was_started_anew_sleeps(tmp_path: Path) -> None:
     async def work(ranks: Ranks, gpus: SharedGpus) -> None:
-        await gpus.grant("train-0")
-        os.kill(ranks.gangs["rollout-0"].pids[0], signal.SIGKILL)
-        await ranks.reaches("rollout-0", incarnation=2)
-        assert gpus.awake == ["train-0", "rollout-0"]
+        for name in ("train-0", "rollout-0"):
+            await gpus.grant(name)
+            os.kill(ranks.gangs[name].pids[0], signal.SIGKILL)
+            await ranks.reaches(name, incarnation=2)
+            assert gpus.awake == []
         await gpus.grant("train-0")
         assert gpus.awake == ["train-0"]
+        assert (await create(ranks)).ok
 
     run(tmp_path, work)

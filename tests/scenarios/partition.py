@@ -103,12 +103,15 @@ class Partition:
         engines: tuple[str, str] = ("fake_train", "fake_sample"),
         train_gpus: int = 1,
         train_nodes: int = 1,
+        shared: Mapping[str, Any] | None = None,
         database_url: str | None = None,
         tables: str = "",
         model: Path,
     ) -> None:
         """``tables``: more of the settings file."""
         self.folder = folder
+        #: Lines of both WPG tables, if they take turns on the same GPUs.
+        self.shared = {} if shared is None else {"shared": "both", **shared}
         self.engines, self.train_gpus, self.train_nodes = engines, train_gpus, train_nodes
         self.sharing = {"placement": "spread", "max_jobs": 64} if sharing is None else sharing
         self.database_url = database_url or f"sqlite:///{folder / 'ledger.db'}"
@@ -259,11 +262,14 @@ pool = "train"
 engine = "{partition.engines[0]}"
 gpus = {partition.train_gpus}
 nodes = {partition.train_nodes}
+{_lines(partition.shared)}
 options = {_inline(train)}
 
 [[wpg]]
 pool = "rollout"
 engine = "{partition.engines[1]}"
+gpus = {partition.train_gpus if partition.shared else 1}
+{_lines(partition.shared)}
 options = {_inline(rollout)}
 
 [[model]]
