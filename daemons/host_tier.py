@@ -11,7 +11,7 @@ from typing import Final
 
 from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.errors import BadImage, BadInput, StorageFull
-from plexrl_slurm.daemons import fallback
+from plexrl_slurm.daemons import fallback, spares, stock
 from plexrl_slurm.daemons.fallback import Found, Kept
 from plexrl_slurm.daemons.folders import locked, refuse_foreign, refuse_full, too_small
 from plexrl_slurm.daemons.host_room import HostRoom
@@ -70,6 +70,10 @@ class HostTier:
         self._dropped: set[str] = set()
         #: Copies to the durable tier, by deployment.
         self._copying: dict[str, asyncio.Lock] = {}
+        #: A slot was written, or not.
+        self._ended = asyncio.Event()
+        #: Deployments with a durable image.
+        self._replaceable: set[str] = set()
         self._lock: int | None = None
         self._host_bytes, self._trouble = host_bytes, ""
         #: When images were last switched in or written.
@@ -186,7 +190,8 @@ class HostTier:
         try:
             slot = None
             if order.outgoing:
-                slot = await self._begin(order.wpg, order.outgoing, size=out)
+                over = order.replaceable
+                slot = await self._begin(order.wpg, order.outgoing, size=out, over=over)
         except BaseException:
             store.unpin(held.slot)
             raise
@@ -201,7 +206,8 @@ class HostTier:
 
     async def begin_save(self, order: tm.SaveOrder, *, out: int = 0) -> Passage:
         """A slot for an image of the resident."""
-        slot = await self._begin(order.wpg, order.deployment, size=out)
+        over = order.replaceable
+        slot = await self._begin(order.wpg, order.deployment, size=out, over=over)
         paths = self._stores[order.wpg].paths(slot)
         return Passage(wpg=order.wpg, held=None, slot=slot, loads=[], saves=paths)
 
@@ -215,9 +221,15 @@ class HostTier:
         if passage.slot is not None:
             self._finish(passage.wpg, passage.slot, deployment, progress, ok=ok)
 
-    async def _begin(self, wpg: str, deployment: str, *, size: int = 0) -> int:
-        store = self._stores[wpg]
-        slot = await self._room.begin(wpg, deployment, size=size) if self._room else store.begin()
+    async def _begin(self, wpg: str, deployment: str, *, size: int = 0, over: bool = False) -> int:
+        """``over``: something else can replace the image that is there."""
+        store, under = self._stores[wpg], deployment if over else ""
+        if over:
+            self._replaceable.add(deployment)
+        if self._room is not None:
+            slot = await self._room.begin(wpg, deployment, size=size, over=under)
+        else:
+            slot = store.begin(under)
         try:
             refuse_full(self._host, size - store.slot_bytes(slot))
         except StorageFull:
@@ -234,6 +246,7 @@ class HostTier:
             store.commit(slot, deployment=deployment, progress=progress)
         else:
             store.abandon(slot)
+        self._ended.set()
         if self._room is not None:
             self._room.ended(wpg, slot)
             if ok:
@@ -247,6 +260,7 @@ class HostTier:
 
     async def idle(self, *, quiet: Callable[[], bool]) -> None:
         """Prepare for the next switches, for as long as ``quiet`` says so."""
+        spares.trim(self._stores, durable=self._replaceable)
         if self._room is not None:
             await self._room.copy_below(quiet=quiet)
             if await self._room.prefetcher.run(quiet=quiet):
@@ -359,6 +373,7 @@ class HostTier:
                 swap=self._swap(order.wpg, order.deployment),
             )
             self._persisted[order.deployment] = held.progress
+            self._replaceable.add(order.deployment)
             if order.known is not None:
                 await asyncio.to_thread(durable.keep_newest, root, order.deployment, order.known)
         finally:
@@ -368,6 +383,7 @@ class HostTier:
     async def _whole(self, order: tm.PersistOrder) -> Found:
         """The newest image on the node that is whole."""
         damaged: list[str] = []
+        store = self._stores[order.wpg]
         while True:
             try:
                 held = await self._bring(order.wpg, order.deployment)
@@ -375,6 +391,10 @@ class HostTier:
                 self._discard(order.wpg, order.deployment)
                 damaged.append(str(problem))
             else:
+                if held is None and store.is_under(order.deployment):
+                    self._ended.clear()
+                    await self._ended.wait()
+                    continue
                 return Found(held=held, durable=order.known, damaged=damaged)
 
     async def evict(self, order: tm.EvictOrder) -> int:
@@ -403,35 +423,10 @@ class HostTier:
 
     def stock(self) -> tm.Stock:
         """What lies where."""
-        found = [
-            tm.StockImage(
-                wpg=wpg,
-                deployment=held.deployment,
-                tier="host",
-                progress=held.progress,
-                bytes=held.bytes,
-                last_use_us=self._used_us.get((wpg, held.deployment), 0),
-            )
-            for wpg, store in self.all_stores().items()
-            for held in store.held()
-        ]
-        if self._nvme is None:
-            return tm.Stock(images=found, trouble=self._trouble)
-        found += [
-            tm.StockImage(
-                wpg=copy.wpg,
-                deployment=copy.deployment,
-                tier="nvme",
-                progress=copy.progress,
-                bytes=copy.bytes,
-                last_use_us=self._used_us.get((copy.wpg, copy.deployment), 0),
-            )
-            for copy in self._nvme.copies()
-        ]
-        return tm.Stock(
-            images=found,
-            nvme_used=self._nvme.used,
-            nvme_limit=self._nvme.limit,
+        return stock.of(
+            self.all_stores(),
+            self._nvme,
+            used_us=self._used_us,
             trouble=self._trouble,
             faults=self._scrubber.faults() if self._scrubber is not None else [],
         )
@@ -469,6 +464,8 @@ class HostTier:
         self._dropped.update(order.deployments)
         for deployment in order.deployments:
             self._drop_image(deployment)
+            self._replaceable.discard(deployment)
+        spares.trim(self._stores, durable=self._replaceable)
         for snapshot in order.snapshots:
             self.snapshots.drop(snapshot)
 

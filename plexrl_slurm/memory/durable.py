@@ -5,6 +5,7 @@ its manifest has a checksum of every file, checked when the image comes back. Wh
 never changed, so an agent that was declared lost can at worst leave a folder that nobody asks for.
 """
 
+import mmap
 import os
 import zlib
 from collections.abc import Iterator, Sequence
@@ -114,7 +115,7 @@ def write_image(
         disk.disk.remove_tree(part)
 
 
-def _write_file(path: Path, chunks: Iterator[bytes]) -> int:
+def _write_file(path: Path, chunks: Iterator[memoryview]) -> int:
     """Returns the checksum."""
     target = disk.disk.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
@@ -247,8 +248,8 @@ def _read_slab(source_path: Path, file: RankFile, slab: Path) -> bytes:
         for chunk in _chunks(source_path, file.bytes):
             crc = zlib.crc32(chunk, crc)
             if not prelude:
-                prelude = chunk[:PRELUDE_BYTES]
-                chunk = unmarked(prelude) + chunk[PRELUDE_BYTES:]
+                prelude = bytes(chunk[:PRELUDE_BYTES])
+                chunk[:PRELUDE_BYTES] = unmarked(prelude)
             write_all(target, chunk, at)
             at += len(chunk)
     finally:
@@ -301,23 +302,27 @@ def _delete(folder: Path) -> None:
     disk.disk.remove_tree(folder)
 
 
-def _chunks(path: Path, size: int) -> Iterator[bytes]:
-    """Exactly ``size`` bytes. Raises ``BadImage``."""
+def _chunks(path: Path, size: int) -> Iterator[memoryview]:
+    """Exactly ``size`` bytes, each part until the next is asked for. Raises ``BadImage``."""
     try:
         source = disk.disk.open(path, os.O_RDONLY)
     except OSError as error:
         raise BadImage(str(path), f"cannot be read ({error.strerror})") from error
     try:
-        at = 0
+        # Pages of its own, which no allocator keeps.
+        room = memoryview(mmap.mmap(-1, _CHUNK))
+        at = filled = 0
         while at < size:
-            chunk = bytearray(min(_CHUNK, size - at))
+            wanted = min(_CHUNK, size - at)
             try:
-                read = disk.disk.read(source, [memoryview(chunk)], at)
+                read = disk.disk.read(source, [room[filled:wanted]], at + filled)
             except OSError as error:
                 raise BadImage(str(path), f"cannot be read ({error.strerror})") from error
             if not read:
-                raise BadImage(str(path), f"is cut off: {size - at} bytes are missing")
-            at += read
-            yield bytes(memoryview(chunk)[:read])
+                raise BadImage(str(path), f"is cut off: {size - at - filled} bytes are missing")
+            filled += read
+            if filled == wanted:
+                yield room[:filled]
+                at, filled = at + filled, 0
     finally:
         disk.disk.close(source)

@@ -4,6 +4,9 @@ An image is written into a slot that holds nothing valuable, and becomes *the* i
 deployment only when every rank has finished; then the older one's slot is free again. So k
 deployments need k + 1 slots (one more while an image is copied to the durable tier), and at
 every instant each has a complete image or none yet.
+
+Where a durable image, and the calls since, could take the older one's place, the newer may be
+written *over* it, and k slots do.
 """
 
 from collections.abc import Iterable
@@ -38,6 +41,8 @@ class ImageStore:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._held: dict[str, Held] = {}
         self._writing: set[int] = set()
+        #: Images that are being written over, by slot.
+        self._under: dict[int, Held] = {}
         #: Slots that somebody reads, and how many do.
         self._pinned: dict[int, int] = {}
         for slot in self._slots_on_disk():
@@ -60,14 +65,31 @@ class ImageStore:
         """One slab for each rank."""
         return [self._folder / f"slot-{slot}.rank-{rank}" for rank in range(self._world)]
 
-    def begin(self) -> int:
-        """A slot to write into; ends in :meth:`commit` or :meth:`abandon`."""
-        slot = self.next_slot()
+    def under(self) -> Iterable[Held]:
+        """Images that are being written over."""
+        return self._under.values()
+
+    def is_under(self, deployment: str) -> bool:
+        """Whether its image is being written over: a newer one, or the same, will be there."""
+        return any(held.deployment == deployment for held in self._under.values())
+
+    def begin(self, over: str = "") -> int:
+        """A slot to write into; ends in :meth:`commit` or :meth:`abandon`.
+
+        ``over``: a deployment whose image something else can replace, and which is written.
+        """
+        slot = self.next_slot(over)
+        held = self._held.get(over)
+        if held is not None and held.slot == slot:
+            self._under[slot] = self._held.pop(over)
         self._writing.add(slot)
         return slot
 
-    def next_slot(self) -> int:
-        """What :meth:`begin` would give: a free slab that is warm, if there is one."""
+    def next_slot(self, over: str = "") -> int:
+        """What :meth:`begin` would give: a slab that is warm, if there is one."""
+        held = self._held.get(over)
+        if held is not None and held.slot not in self._pinned:
+            return held.slot
         free = self.free_slots()
         if free:
             return free[0]
@@ -134,6 +156,7 @@ class ImageStore:
         """Every rank has finished writing ``slot``: it is the image now, unless a newer one has
         become it meanwhile."""
         self._writing.discard(slot)
+        self._under.pop(slot, None)
         held = self._held.get(deployment)
         if held is not None and held.progress > progress:
             return
@@ -143,12 +166,35 @@ class ImageStore:
         )
 
     def abandon(self, slot: int) -> None:
-        """The write failed; the older image stays valid."""
+        """The write failed; the older image stays valid, unless it was begun to be written over."""
         self._writing.discard(slot)
+        older = self._under.pop(slot, None)
+        if older is not None and self._is_whole(older):
+            self._held.setdefault(older.deployment, older)
+
+    def trim(self) -> int:
+        """Give back all free slabs; how many bytes they had."""
+        free = self.free_slots()
+        size = sum(self.slot_bytes(slot) for slot in free)
+        for slot in free:
+            self.delete(slot)
+        return size
+
+    def _is_whole(self, held: Held) -> bool:
+        """Whether its slabs still are what they were."""
+        try:
+            headers = [read_header(path) for path in self.paths(held.slot)]
+        except (BadImage, OSError):
+            return False
+        same = held.deployment, held.progress
+        return all((header.deployment, tuple(header.progress)) == same for header in headers)
 
     def drop(self, deployment: str) -> None:
         """Forget an image; its slab stays warm for the next one unless another is free."""
         self._held.pop(deployment, None)
+        self._under = {
+            at: held for at, held in self._under.items() if held.deployment != deployment
+        }
         for slot in self.free_slots()[1:]:
             self.delete(slot)
 

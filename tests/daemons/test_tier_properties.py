@@ -101,3 +101,12 @@ def test_an_image_is_never_lost_and_never_wrong(
         asyncio.run(life(world, events=60, kills=kills, cuts=cuts))
 
     play(seed, scene, slots=slots, copies=copies)
+
+
+def test_the_random_programs_write_over_images_and_are_killed_meanwhile() -> None:
+    def scene(world: World) -> None:
+        asyncio.run(life(world, events=120, kills=0.03, cuts=0.0))
+
+    worlds = [play(seed, scene, slots=5, copies=8) for seed in range(4)]
+    assert sum(world.overs for world in worlds) > 10
+    assert sum(world.restarts for world in worlds) > 10

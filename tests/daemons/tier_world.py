@@ -99,7 +99,9 @@ class World:
         self.lane, self._number = asyncio.Lock(), 0
         #: The agent has begun.
         self.serving = False
-        self.loads = self.restarts = self.cuts = 0
+        #: Copies to the durable tier are under way.
+        self.persisting: set[str] = set()
+        self.loads = self.restarts = self.cuts = self.overs = 0
         (root / "durable").mkdir(parents=True)
 
     # -- the machine -------------------------------------------------------------------------
@@ -236,10 +238,12 @@ class World:
             if not name:
                 return
             order = tm.SaveOrder(
-                epoch=1, id="1", wpg=WPG, incarnation=1, deployment=name, progress=progress
-            )
+                epoch=1, id="1", wpg=WPG, incarnation=1, deployment=name, progress=progress,
+                replaceable=self._replaceable(name),
+            )  # fmt: skip
             self.tier.returns(name)
             passage = await self.tier.begin_save(order)
+            self._note_over(name)
             await self._pass(passage, name, progress)
 
     async def switch(self, incoming: str) -> None:
@@ -254,6 +258,7 @@ class World:
                 epoch=1, id="1", wpg=WPG, incarnation=1, incoming=incoming, outgoing=outgoing,
                 progress=progress, durable_progress=known or (0, 0),
                 durable_path=str(self._durable(incoming, known)) if known else "",
+                replaceable=self._replaceable(outgoing),
             )  # fmt: skip
             self.tier.returns(incoming)
             try:
@@ -262,6 +267,7 @@ class World:
                 if incoming in self.complete and self.disk.faults == faults:
                     raise AssertionError(f"a switch failed without a fault: {problem}") from problem
                 return
+            self._note_over(outgoing)
             self._fell_back(incoming, passage.left if passage is not None else None, faults)
             at_least = self.complete.get(incoming, at_least)
             if passage is None or passage.held is None:
@@ -278,6 +284,16 @@ class World:
             self.loads += 1
             if incoming in self.complete:
                 self.resident, self.position, self.dirty = incoming, found, False
+
+    def _replaceable(self, name: str) -> bool:
+        """What the daemon says: a durable image is written down, and no other is under way."""
+        return name in self.durable and name not in self.persisting
+
+    def _note_over(self, name: str) -> None:
+        """If an image is being written over, the durable one is what is certain."""
+        if name in self.complete and self.tier.store(WPG).is_under(name):
+            self.complete[name] = self.durable[name]
+            self.overs += 1
 
     async def _pass(self, passage: Passage, outgoing: str, progress: Progress) -> None:
         """What the ranks do; then the agent notes it."""
@@ -345,12 +361,15 @@ class World:
             epoch=1, id="1", wpg=WPG, deployment=name, folder=str(self.root / "durable"),
             known=known,
         )  # fmt: skip
+        self.persisting.add(name)
         try:
             found = await self.tier.persist(order)
         except (PlexError, KeyError, OSError) as problem:
             if here and name in self.complete and self.disk.faults == faults:
                 raise AssertionError(f"a copy failed without a fault: {problem}") from problem
             return
+        finally:
+            self.persisting.discard(name)
         self._fell_back(name, found.left, faults)
         if name in self.complete and found.held is not None:
             self.durable[name] = max(found.held.progress, known or found.held.progress)
@@ -360,6 +379,10 @@ class World:
         if left is not None and left.damaged and name in self.complete:
             assert self.disk.faults > faults + 1, f"given up without two faults: {left.damaged}"
             self.complete[name] = left.image
+            if left.durable is None:
+                self.durable.pop(name, None)
+            else:
+                self.durable[name] = left.durable
 
     def drop(self, name: str) -> None:
         """Its job ended."""
