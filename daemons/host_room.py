@@ -284,7 +284,9 @@ class HostRoom:
             await self.nvme.write(wpg, held, store.paths(held.slot))
         except (PlexError, OSError) as problem:
             say(log, "image_not_copied", wpg=wpg, deployment=deployment, reason=str(problem))
-            if not isinstance(problem, BadImage):  # the disk: say it once in a while
+            if isinstance(problem, BadImage):
+                store.doubt(held.slot)
+            else:  # the disk: say it once in a while
                 self._resting_us = now_us() + REST_US
             return False
         finally:

@@ -16,8 +16,10 @@ from plexrl_slurm.daemons.fallback import Found, Kept
 from plexrl_slurm.daemons.folders import locked, refuse_foreign, refuse_full, too_small
 from plexrl_slurm.daemons.host_room import HostRoom
 from plexrl_slurm.daemons.nvme_tier import NvmeTier
+from plexrl_slurm.daemons.persisting import Persisting
 from plexrl_slurm.daemons.scrubber import Scrubber
 from plexrl_slurm.daemons.snapshot_store import SnapshotStore
+from plexrl_slurm.daemons.summer import Summer
 from plexrl_slurm.logs import say
 from plexrl_slurm.memory import disk, durable
 from plexrl_slurm.memory.files import part_name, write_bytes
@@ -45,7 +47,7 @@ class Passage:
     left: tm.ImagesLeft | None = None
 
 
-class HostTier:
+class HostTier(Persisting):
     """Folders of one agent; made at its start, with what an earlier agent left in them."""
 
     def __init__(
@@ -78,7 +80,7 @@ class HostTier:
         self._host_bytes, self._trouble = host_bytes, ""
         #: When images were last switched in or written.
         self._used_us: dict[tuple[str, str], int] = {}
-        self._nvme = nvme
+        self._nvme, self._summer = nvme, Summer(self._stores)
         folders = self.snapshots.folders
         self._room = (
             HostRoom(self._stores, nvme, host=host, snapshots=folders, limit=host_bytes)
@@ -265,14 +267,19 @@ class HostTier:
             await self._room.copy_below(quiet=quiet)
             if await self._room.prefetcher.run(quiet=quiet):
                 await self._room.copy_below(quiet=quiet)
+        await self._summer.idle(quiet=quiet)
 
     async def _bring(self, wpg: str, deployment: str) -> Held | None:
         """In memory; from NVMe if it is there only. Raises ``BadImage`` and ``StorageFull``."""
         store = self._stores[wpg]
-        if self._room is None:
-            held = store.find(deployment)
-        else:
-            held = await self._room.bring(wpg, deployment)
+        while True:
+            if self._room is None:
+                held = store.find(deployment)
+            else:
+                held = await self._room.bring(wpg, deployment)
+            if held is None or not store.is_doubted(held.slot):
+                break
+            await self._summer.believe(store, held)  # and look again: that took a while
         if held is not None:
             swap = self._swap(wpg, deployment)
             fallback.check_held(held, store.paths(held.slot), swap=swap)
@@ -345,57 +352,6 @@ class HostTier:
             self._finish(wpg, slot, deployment, (0, 0), ok=False)
             raise
         self._finish(wpg, slot, deployment, manifest.progress, ok=True)
-
-    async def persist(self, order: tm.PersistOrder) -> Found:
-        """Copy the newest image to the durable tier; older ones than the daemon knows of go.
-
-        Without an image that is whole there is none. Raises ``BadImage`` and ``StorageFull``.
-        """
-        # An earlier daemon's order may still be under way.
-        async with self._copying.setdefault(order.deployment, asyncio.Lock()):
-            return await self._persist(order)
-
-    async def _persist(self, order: tm.PersistOrder) -> Found:
-        store = self._stores[order.wpg]
-        found = await self._whole(order)
-        held = found.held
-        if held is None:
-            return found
-        root = Path(order.folder)
-        folder = durable.folder_of(root, order.deployment, held.progress)
-        store.pin(held.slot)
-        try:
-            await asyncio.to_thread(
-                durable.write_image,
-                folder,
-                store.paths(held.slot),
-                writer=self.writer,
-                swap=self._swap(order.wpg, order.deployment),
-            )
-            self._persisted[order.deployment] = held.progress
-            self._replaceable.add(order.deployment)
-            if order.known is not None:
-                await asyncio.to_thread(durable.keep_newest, root, order.deployment, order.known)
-        finally:
-            store.unpin(held.slot)
-        return found
-
-    async def _whole(self, order: tm.PersistOrder) -> Found:
-        """The newest image on the node that is whole."""
-        damaged: list[str] = []
-        store = self._stores[order.wpg]
-        while True:
-            try:
-                held = await self._bring(order.wpg, order.deployment)
-            except BadImage as problem:
-                self._discard(order.wpg, order.deployment)
-                damaged.append(str(problem))
-            else:
-                if held is None and store.is_under(order.deployment):
-                    self._ended.clear()
-                    await self._ended.wait()
-                    continue
-                return Found(held=held, durable=order.known, damaged=damaged)
 
     async def evict(self, order: tm.EvictOrder) -> int:
         """Give back the memory of an image; how many bytes. Raises ``BadInput``."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from plexrl_slurm.core.errors import BadImage
-from plexrl_slurm.memory import disk
+from plexrl_slurm.memory import disk, sums
 from plexrl_slurm.memory.slab import PRELUDE_BYTES, put_prelude, read_header, unmarked
 
 
@@ -41,6 +41,8 @@ class ImageStore:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._held: dict[str, Held] = {}
         self._writing: set[int] = set()
+        #: Slots whose image an earlier agent left, or somebody found to be damaged.
+        self._doubted: set[int] = set()
         #: Images that are being written over, by slot.
         self._under: dict[int, Held] = {}
         #: Slots that somebody reads, and how many do.
@@ -83,6 +85,8 @@ class ImageStore:
         if held is not None and held.slot == slot:
             self._under[slot] = self._held.pop(over)
         self._writing.add(slot)
+        self._forget_sums(slot)
+        self._doubted.discard(slot)
         return slot
 
     def next_slot(self, over: str = "") -> int:
@@ -129,6 +133,7 @@ class ImageStore:
 
     def delete(self, slot: int) -> None:
         """Give back the memory of a free slot, which ranks may still have mapped."""
+        self._forget_sums(slot)
         for path in self.paths(slot):
             if path.exists():
                 disk.disk.truncate(path)
@@ -136,9 +141,12 @@ class ImageStore:
 
     def release(self, deployment: str) -> None:
         """Forget an image that is complete elsewhere; its slab is free for the next one."""
-        held = self._held.pop(deployment)
-        for path in self.paths(held.slot):
-            # An agent that starts again must not take it for one.
+        self._wipe(self._held.pop(deployment).slot)
+
+    def _wipe(self, slot: int) -> None:
+        """An agent that starts again must not take what is there for an image."""
+        self._forget_sums(slot)
+        for path in self.paths(slot):
             with suppress(FileNotFoundError):
                 with path.open("rb") as file:
                     prelude = file.read(PRELUDE_BYTES)
@@ -147,7 +155,38 @@ class ImageStore:
 
     def forget(self, deployment: str) -> None:
         """Its slab turned out to be damaged, and is free."""
-        self._held.pop(deployment, None)
+        held = self._held.pop(deployment, None)
+        if held is not None:
+            self._wipe(held.slot)
+
+    # -- checksums ---------------------------------------------------------------------------
+    def every(self) -> Iterable[Held]:
+        """All images of which all is here, whether they count or not."""
+        return self._held.values()
+
+    def holds(self, held: Held) -> bool:
+        """Whether an image is here still."""
+        return any(each is held for each in self.every())
+
+    def is_summed(self, slot: int) -> bool:
+        """Whether there are checksums of all slabs of a slot."""
+        return all(sums.path_of(path).exists() for path in self.paths(slot))
+
+    def is_doubted(self, slot: int) -> bool:
+        """Whether its image is to be checked before it is used."""
+        return slot in self._doubted
+
+    def doubt(self, slot: int) -> None:
+        """Somebody found its image to be damaged."""
+        self._doubted.add(slot)
+
+    def believe(self, slot: int) -> None:
+        """It was checked."""
+        self._doubted.discard(slot)
+
+    def _forget_sums(self, slot: int) -> None:
+        for path in self.paths(slot):
+            sums.drop(path)
 
     def _taken(self) -> set[int]:
         return {held.slot for held in self._held.values()} | self._writing | self._pinned.keys()
@@ -223,6 +262,7 @@ class ImageStore:
         seq, part = first.progress
         older = self._held.get(first.deployment)
         if older is None or older.progress < (seq, part):
+            self._doubted.add(slot)
             self._held[first.deployment] = Held(
                 deployment=first.deployment,
                 progress=(seq, part),

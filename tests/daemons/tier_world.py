@@ -23,7 +23,7 @@ from plexrl_slurm.daemons import host_room
 from plexrl_slurm.daemons.host_tier import HostTier, Passage
 from plexrl_slurm.daemons.nvme_tier import NvmeTier
 from plexrl_slurm.memory import disk as seam
-from plexrl_slurm.memory import durable, nvme
+from plexrl_slurm.memory import durable, files, nvme, sums
 from plexrl_slurm.memory.slab import Slab, SlabHeader, SlabTensor, read_header
 from plexrl_slurm.transport import messages as tm
 from tests.memory.faults import FaultyDisk, Stopped
@@ -101,6 +101,11 @@ class World:
         self.serving = False
         #: Copies to the durable tier are under way.
         self.persisting: set[str] = set()
+        #: Deployments whose image in memory was damaged, which has been told to nobody.
+        self.flipped: set[str] = set()
+        self.flips = 0
+        #: What the daemon heard of damage.
+        self.told: list[str] = []
         self.loads = self.restarts = self.cuts = self.overs = 0
         (root / "durable").mkdir(parents=True)
 
@@ -108,7 +113,8 @@ class World:
     def patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Have the tiers use this disk and these threads."""
         monkeypatch.setattr(seam, "disk", self.disk)
-        monkeypatch.setattr(nvme, "BLOCK", 8192)
+        for module, name in ((nvme, "BLOCK"), (sums, "BLOCK"), (files, "CHUNK")):
+            monkeypatch.setattr(module, name, 8192)
         monkeypatch.setattr(nvme, "_each", lambda work, blocks: [work(each) for each in blocks])
         monkeypatch.setattr(asyncio, "to_thread", self._to_thread)
         monkeypatch.setattr(host_room, "REST_US", 0)
@@ -184,6 +190,25 @@ class World:
     async def restart(self) -> None:
         """It dies and comes back."""
         await self.end()
+        await self.start()
+
+    async def flip(self) -> None:
+        """The agent dies, and a bit of an image that has checksums flips before the next comes."""
+        await self.settle()
+        store = self.tier.store(WPG)
+        summed = [each for each in store.held() if store.is_summed(each.slot)]
+        await self.end()
+        if summed:
+            held = self.rng.choice(sorted(summed, key=lambda each: each.slot))
+            with self.rng.choice(store.paths(held.slot)).open("r+b") as slab:
+                slab.seek(4096 + self.rng.randrange(SIZE))
+                (byte,) = slab.read(1)
+                slab.seek(-1, 1)
+                slab.write(bytes([byte ^ 4]))
+            self.flips += 1
+            self.flipped.add(held.deployment)
+            if held.deployment in self.complete:
+                self.complete[held.deployment] = self.durable.get(held.deployment)
         await self.start()
 
     async def cut_power(self) -> None:
@@ -377,7 +402,11 @@ class World:
     def _fell_back(self, name: str, left: tm.ImagesLeft | None, faults: int) -> None:
         """A disk that does not give an image, asked twice, has lost it: the daemon is told."""
         if left is not None and left.damaged and name in self.complete:
-            assert self.disk.faults > faults + 1, f"given up without two faults: {left.damaged}"
+            assert name in self.flipped or self.disk.faults > faults + 1, (
+                f"given up without two faults: {left.damaged}"
+            )
+            self.flipped.discard(name)
+            self.told += left.damaged
             self.complete[name] = left.image
             if left.durable is None:
                 self.durable.pop(name, None)
