@@ -1,12 +1,14 @@
 """How much host memory does the state manager take beyond the images themselves?
 
     python -m benchmarks.state_overhead [--json] [--deployments 4 8 20] [--mib 32]
+                                        [--durable-every 1]
 
 A partition with a fake engine and so many deployments on one training WPG, each with an image of
 ``--mib`` MiB in host memory. Each runs a function in turn, three times over, so that every image
 has moved; then it is quiet. Counted are the tensors of the images, the pages that the host tier's
 files take, and what agent and rank have of memory of their own beyond what they had before the
-first image. Then half of the jobs end.
+first image. Then half of the jobs end. ``--durable-every 0`` is a partition without durable images,
+where each WPG keeps a spare slab.
 """
 
 import argparse
@@ -79,13 +81,15 @@ def own_memory(pids: Sequence[int]) -> int:
     return total
 
 
-def measure(folder: Path, deployments: int, image: int) -> dict[str, Any]:
+def measure(folder: Path, deployments: int, image: int, durable_every: int) -> dict[str, Any]:
     """One partition."""
     model = make_hollow_folder(folder / "model", parameters=image // 20)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 512}))
     settings = {"host_bytes": (deployments + 3) * image + (64 << 20)}
-    with running(folder, model=model, train={"image_bytes": image}, settings=settings) as one:
+    hold = {"durable_every": durable_every} if durable_every else {}
+    train = {"image_bytes": image}
+    with running(folder, model=model, train=train, settings=settings, hold=hold) as one:
         pids = [one.agent_pid(), one.rank_pid("train-0")]
         before = own_memory(pids)
         controllers = [Controller(one, seed) for seed in range(deployments)]
@@ -93,13 +97,21 @@ def measure(folder: Path, deployments: int, image: int) -> dict[str, Any]:
             for controller in controllers:
                 controller.step()
             say(f"{deployments} deployments: round {number + 1} of {ROUNDS}")
+        if durable_every:
+            folders = folder / "state" / "durable"
+            wait_until(
+                lambda: len(list(folders.glob("*/[0-9]*"))) >= deployments - 1,
+                name="a durable image of each that is not resident",
+            )
         time.sleep(1.0)
         answer = {"deployments": deployments, "all": count(one, controllers, pids, before)}
         half = deployments // 2
         slabs = len(one.images())
         for controller in controllers[:half]:
             controller.end()
-        wait_until(lambda: len(one.images()) <= slabs - half, name="slabs of ended jobs to go")
+        # The resident may have no image yet.
+        gone = half - 1 if durable_every else half
+        wait_until(lambda: len(one.images()) <= slabs - gone, name="slabs of ended jobs to go")
         time.sleep(1.0)
         answer["half"] = count(one, controllers[half:], pids, before)
         for controller in controllers[half:]:
@@ -135,13 +147,19 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--deployments", type=int, nargs="+", default=[4, 8, 20])
     parser.add_argument("--mib", type=int, default=32, help="size of an image")
+    parser.add_argument(
+        "--durable-every",
+        type=int,
+        default=1,
+        help="optimizer steps between durable images; 0: none",
+    )
     asked = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as name:
         for deployments in asked.deployments:
             folder = Path(name) / str(deployments)
             folder.mkdir()
-            rows.append(measure(folder, deployments, asked.mib << 20))
+            rows.append(measure(folder, deployments, asked.mib << 20, asked.durable_every))
     if asked.json:
         print(json.dumps(rows))
         return 0

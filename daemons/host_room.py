@@ -55,15 +55,15 @@ class HostRoom:
         self._copied.set()
 
     # -- slots -------------------------------------------------------------------------------
-    async def begin(self, wpg: str, deployment: str, *, size: int = 0) -> int:
+    async def begin(self, wpg: str, deployment: str, *, size: int = 0, over: str = "") -> int:
         """:meth:`ImageStore.begin`, with room for the image, as far as that can be made."""
         store = self._stores[wpg]
         async with self._deciding:
             size = size or self._expected(wpg, deployment)
-            if self._excess(store, size) > 0:
+            if self._excess(store, size, over) > 0:
                 await self.prefetcher.give_way()
-            await self._make_room(store, size)
-            slot = store.begin()
+            await self._make_room(store, size, over)
+            slot = store.begin(over)
             self._promised[wpg, slot] = size
             return slot
 
@@ -190,10 +190,10 @@ class HostRoom:
                 self._copied.set()
 
     # -- room --------------------------------------------------------------------------------
-    async def _make_room(self, store: ImageStore | None, size: int) -> None:
+    async def _make_room(self, store: ImageStore | None, size: int, over: str = "") -> None:
         refused: set[_Key] = set()
-        while (excess := self._excess(store, size)) > 0:
-            if self._delete_a_free_slab(store):
+        while (excess := self._excess(store, size, over)) > 0:
+            if self._delete_a_free_slab(store, over):
                 continue
             found = choose(
                 self._images(refused).values(),
@@ -224,8 +224,8 @@ class HostRoom:
                 self._release(*_key(each), how=each.how)
         return True
 
-    def _excess(self, store: ImageStore | None, size: int) -> int:
-        there_already = store.slot_bytes(store.next_slot()) if store is not None else 0
+    def _excess(self, store: ImageStore | None, size: int, over: str = "") -> int:
+        there_already = store.slot_bytes(store.next_slot(over)) if store is not None else 0
         more = max(0, size - there_already)
         there = os.statvfs(self._host)
         pending = self._used() - self._on_disk()
@@ -245,11 +245,11 @@ class HostRoom:
         )
         return self._on_disk() + sum(grows)
 
-    def _delete_a_free_slab(self, store: ImageStore | None) -> bool:
+    def _delete_a_free_slab(self, store: ImageStore | None, over: str = "") -> bool:
         """Of the target's, the one that is written next stays."""
         for each in self._stores.values():
             for slot in each.free_slots():
-                if store is None or each is not store or slot != store.next_slot():
+                if store is None or each is not store or slot != store.next_slot(over):
                     each.delete(slot)
                     return True
         return False
@@ -284,7 +284,9 @@ class HostRoom:
             await self.nvme.write(wpg, held, store.paths(held.slot))
         except (PlexError, OSError) as problem:
             say(log, "image_not_copied", wpg=wpg, deployment=deployment, reason=str(problem))
-            if not isinstance(problem, BadImage):  # the disk: say it once in a while
+            if isinstance(problem, BadImage):
+                store.doubt(held.slot)
+            else:  # the disk: say it once in a while
                 self._resting_us = now_us() + REST_US
             return False
         finally:

@@ -11,13 +11,15 @@ from typing import Final
 
 from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.errors import BadImage, BadInput, StorageFull
-from plexrl_slurm.daemons import fallback
+from plexrl_slurm.daemons import fallback, spares, stock
 from plexrl_slurm.daemons.fallback import Found, Kept
 from plexrl_slurm.daemons.folders import locked, refuse_foreign, refuse_full, too_small
 from plexrl_slurm.daemons.host_room import HostRoom
 from plexrl_slurm.daemons.nvme_tier import NvmeTier
+from plexrl_slurm.daemons.persisting import Persisting
 from plexrl_slurm.daemons.scrubber import Scrubber
 from plexrl_slurm.daemons.snapshot_store import SnapshotStore
+from plexrl_slurm.daemons.summer import Summer
 from plexrl_slurm.logs import say
 from plexrl_slurm.memory import disk, durable
 from plexrl_slurm.memory.files import part_name, write_bytes
@@ -45,7 +47,7 @@ class Passage:
     left: tm.ImagesLeft | None = None
 
 
-class HostTier:
+class HostTier(Persisting):
     """Folders of one agent; made at its start, with what an earlier agent left in them."""
 
     def __init__(
@@ -70,11 +72,15 @@ class HostTier:
         self._dropped: set[str] = set()
         #: Copies to the durable tier, by deployment.
         self._copying: dict[str, asyncio.Lock] = {}
+        #: A slot was written, or not.
+        self._ended = asyncio.Event()
+        #: Deployments with a durable image.
+        self._replaceable: set[str] = set()
         self._lock: int | None = None
         self._host_bytes, self._trouble = host_bytes, ""
         #: When images were last switched in or written.
         self._used_us: dict[tuple[str, str], int] = {}
-        self._nvme = nvme
+        self._nvme, self._summer = nvme, Summer(self._stores)
         folders = self.snapshots.folders
         self._room = (
             HostRoom(self._stores, nvme, host=host, snapshots=folders, limit=host_bytes)
@@ -186,7 +192,8 @@ class HostTier:
         try:
             slot = None
             if order.outgoing:
-                slot = await self._begin(order.wpg, order.outgoing, size=out)
+                over = order.replaceable
+                slot = await self._begin(order.wpg, order.outgoing, size=out, over=over)
         except BaseException:
             store.unpin(held.slot)
             raise
@@ -201,7 +208,8 @@ class HostTier:
 
     async def begin_save(self, order: tm.SaveOrder, *, out: int = 0) -> Passage:
         """A slot for an image of the resident."""
-        slot = await self._begin(order.wpg, order.deployment, size=out)
+        over = order.replaceable
+        slot = await self._begin(order.wpg, order.deployment, size=out, over=over)
         paths = self._stores[order.wpg].paths(slot)
         return Passage(wpg=order.wpg, held=None, slot=slot, loads=[], saves=paths)
 
@@ -215,9 +223,15 @@ class HostTier:
         if passage.slot is not None:
             self._finish(passage.wpg, passage.slot, deployment, progress, ok=ok)
 
-    async def _begin(self, wpg: str, deployment: str, *, size: int = 0) -> int:
-        store = self._stores[wpg]
-        slot = await self._room.begin(wpg, deployment, size=size) if self._room else store.begin()
+    async def _begin(self, wpg: str, deployment: str, *, size: int = 0, over: bool = False) -> int:
+        """``over``: something else can replace the image that is there."""
+        store, under = self._stores[wpg], deployment if over else ""
+        if over:
+            self._replaceable.add(deployment)
+        if self._room is not None:
+            slot = await self._room.begin(wpg, deployment, size=size, over=under)
+        else:
+            slot = store.begin(under)
         try:
             refuse_full(self._host, size - store.slot_bytes(slot))
         except StorageFull:
@@ -234,6 +248,7 @@ class HostTier:
             store.commit(slot, deployment=deployment, progress=progress)
         else:
             store.abandon(slot)
+        self._ended.set()
         if self._room is not None:
             self._room.ended(wpg, slot)
             if ok:
@@ -247,18 +262,24 @@ class HostTier:
 
     async def idle(self, *, quiet: Callable[[], bool]) -> None:
         """Prepare for the next switches, for as long as ``quiet`` says so."""
+        spares.trim(self._stores, durable=self._replaceable)
         if self._room is not None:
             await self._room.copy_below(quiet=quiet)
             if await self._room.prefetcher.run(quiet=quiet):
                 await self._room.copy_below(quiet=quiet)
+        await self._summer.idle(quiet=quiet)
 
     async def _bring(self, wpg: str, deployment: str) -> Held | None:
         """In memory; from NVMe if it is there only. Raises ``BadImage`` and ``StorageFull``."""
         store = self._stores[wpg]
-        if self._room is None:
-            held = store.find(deployment)
-        else:
-            held = await self._room.bring(wpg, deployment)
+        while True:
+            if self._room is None:
+                held = store.find(deployment)
+            else:
+                held = await self._room.bring(wpg, deployment)
+            if held is None or not store.is_doubted(held.slot):
+                break
+            await self._summer.believe(store, held)  # and look again: that took a while
         if held is not None:
             swap = self._swap(wpg, deployment)
             fallback.check_held(held, store.paths(held.slot), swap=swap)
@@ -332,51 +353,6 @@ class HostTier:
             raise
         self._finish(wpg, slot, deployment, manifest.progress, ok=True)
 
-    async def persist(self, order: tm.PersistOrder) -> Found:
-        """Copy the newest image to the durable tier; older ones than the daemon knows of go.
-
-        Without an image that is whole there is none. Raises ``BadImage`` and ``StorageFull``.
-        """
-        # An earlier daemon's order may still be under way.
-        async with self._copying.setdefault(order.deployment, asyncio.Lock()):
-            return await self._persist(order)
-
-    async def _persist(self, order: tm.PersistOrder) -> Found:
-        store = self._stores[order.wpg]
-        found = await self._whole(order)
-        held = found.held
-        if held is None:
-            return found
-        root = Path(order.folder)
-        folder = durable.folder_of(root, order.deployment, held.progress)
-        store.pin(held.slot)
-        try:
-            await asyncio.to_thread(
-                durable.write_image,
-                folder,
-                store.paths(held.slot),
-                writer=self.writer,
-                swap=self._swap(order.wpg, order.deployment),
-            )
-            self._persisted[order.deployment] = held.progress
-            if order.known is not None:
-                await asyncio.to_thread(durable.keep_newest, root, order.deployment, order.known)
-        finally:
-            store.unpin(held.slot)
-        return found
-
-    async def _whole(self, order: tm.PersistOrder) -> Found:
-        """The newest image on the node that is whole."""
-        damaged: list[str] = []
-        while True:
-            try:
-                held = await self._bring(order.wpg, order.deployment)
-            except BadImage as problem:
-                self._discard(order.wpg, order.deployment)
-                damaged.append(str(problem))
-            else:
-                return Found(held=held, durable=order.known, damaged=damaged)
-
     async def evict(self, order: tm.EvictOrder) -> int:
         """Give back the memory of an image; how many bytes. Raises ``BadInput``."""
         store = self._stores.get(order.wpg)
@@ -403,35 +379,10 @@ class HostTier:
 
     def stock(self) -> tm.Stock:
         """What lies where."""
-        found = [
-            tm.StockImage(
-                wpg=wpg,
-                deployment=held.deployment,
-                tier="host",
-                progress=held.progress,
-                bytes=held.bytes,
-                last_use_us=self._used_us.get((wpg, held.deployment), 0),
-            )
-            for wpg, store in self.all_stores().items()
-            for held in store.held()
-        ]
-        if self._nvme is None:
-            return tm.Stock(images=found, trouble=self._trouble)
-        found += [
-            tm.StockImage(
-                wpg=copy.wpg,
-                deployment=copy.deployment,
-                tier="nvme",
-                progress=copy.progress,
-                bytes=copy.bytes,
-                last_use_us=self._used_us.get((copy.wpg, copy.deployment), 0),
-            )
-            for copy in self._nvme.copies()
-        ]
-        return tm.Stock(
-            images=found,
-            nvme_used=self._nvme.used,
-            nvme_limit=self._nvme.limit,
+        return stock.of(
+            self.all_stores(),
+            self._nvme,
+            used_us=self._used_us,
             trouble=self._trouble,
             faults=self._scrubber.faults() if self._scrubber is not None else [],
         )
@@ -469,6 +420,8 @@ class HostTier:
         self._dropped.update(order.deployments)
         for deployment in order.deployments:
             self._drop_image(deployment)
+            self._replaceable.discard(deployment)
+        spares.trim(self._stores, durable=self._replaceable)
         for snapshot in order.snapshots:
             self.snapshots.drop(snapshot)
 

@@ -62,8 +62,15 @@ class OrderPost:
                 durable_progress=durable.progress if durable else (0, 0),
                 sources=self.snapshots.sources(step.incoming) if in_memory else [],
                 snapshot_bytes=known.image_bytes if known is not None and in_memory else 0,
+                replaceable=self._replaceable(step.outgoing),
             ),
         )
+
+    def _replaceable(self, deployment: str | None) -> bool:
+        """Whether its durable image is written down, so that the calls since then are kept, and
+        no other is under way."""
+        kept = self._settings.durable and deployment in self._shell.durable
+        return kept and deployment not in self._persisting
 
     def save(self, step: SaveImage) -> None:
         view = self.wpgs[step.wpg]
@@ -79,6 +86,7 @@ class OrderPost:
                 incarnation=view.incarnation,
                 deployment=step.deployment,
                 progress=step.progress,
+                replaceable=self._replaceable(step.deployment),
             ),
         )
 

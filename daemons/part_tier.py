@@ -160,7 +160,9 @@ class PartTier(HostTier):
 
     async def _at(self, wpg: str, deployment: str, progress: tuple[int, int]) -> Held | None:
         held = self._part(wpg).find_at(deployment, progress)
-        if held is None:
+        if held is not None:
+            await self._summer.believe(self._part(wpg), held)
+        else:
             held = await self._bring(wpg, deployment)
         return held if held is not None and held.progress == progress else None
 

@@ -6,8 +6,9 @@ engine would answer with a crash or garbage, is an ``AssertionError`` here.
 
 ``options`` of both: ``delay_us`` (a mapping of method names to microseconds), ``crash_on`` (a
 list of ``{"kind": method, "count": n}``, with ``"rank"`` for one rank only: the process ends with
-code 9 at the n-th such call) and ``crash_marker`` (a file that keeps it from happening twice; the
-crash makes it). With ``clock`` a training call's metrics say when the rank began and ended it.
+code 9 at the n-th such call; ``half_image`` is the middle of writing an image) and
+``crash_marker`` (a file that keeps it from happening twice; the crash makes it). With ``clock`` a
+training call's metrics say when the rank began and ended it.
 With ``image_bytes`` an image has so many bytes more, so that a tier can be too small for it, and
 with ``gradient_bytes`` one with an open step; with ``snapshot_bytes`` a published snapshot, so that
 it takes a while to get to another node. With ``token_us`` each token of a sample takes so long,
@@ -149,6 +150,7 @@ class FakeTrainEngine:
         data = msgspec.msgpack.encode(state)
         slab = Slab(path)
         header = slab.write(self._header(deployment, progress, state, len(data)))
+        self._enter("half_image")
         slab.views(header.tensors)[0][:] = data
         slab.commit()
         return len(data)

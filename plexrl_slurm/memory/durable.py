@@ -7,7 +7,7 @@ never changed, so an agent that was declared lost can at worst leave a folder th
 
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -15,8 +15,9 @@ from typing import Final
 import msgspec
 
 from plexrl_slurm.core.errors import BadImage
-from plexrl_slurm.memory import disk
+from plexrl_slurm.memory import disk, sums
 from plexrl_slurm.memory.files import (
+    chunks,
     publish_folder,
     storage_errors,
     sync_folder,
@@ -33,7 +34,6 @@ from plexrl_slurm.memory.slab import (
 )
 from plexrl_slurm.memory.swap import VERSION, version_folder
 
-_CHUNK: Final = 8 << 20
 MANIFEST: Final = "manifest.json"
 _DAMAGED: Final = "is damaged: its checksum is not that of its manifest"
 
@@ -114,12 +114,12 @@ def write_image(
         disk.disk.remove_tree(part)
 
 
-def _write_file(path: Path, chunks: Iterator[bytes]) -> int:
+def _write_file(path: Path, parts: Iterable[memoryview]) -> int:
     """Returns the checksum."""
     target = disk.disk.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         crc = at = 0
-        for chunk in chunks:
+        for chunk in parts:
             crc = zlib.crc32(chunk, crc)
             write_all(target, chunk, at)
             at += len(chunk)
@@ -131,12 +131,15 @@ def _write_file(path: Path, chunks: Iterator[bytes]) -> int:
 
 def write_rank(part: Path, slab: Path, rank: int) -> RankFile:
     """Copy one rank's complete slab into an image that is not finished."""
-    return _copy_in(part, f"rank-{rank}.slab", slab, used_bytes(slab))
+    return _copy_in(part, f"rank-{rank}.slab", slab, used_bytes(slab), known=sums.read(slab))
 
 
-def _copy_in(part: Path, name: str, path: Path, size: int) -> RankFile:
+def _copy_in(
+    part: Path, name: str, path: Path, size: int, *, known: sums.Sums | None = None
+) -> RankFile:
+    """``known``: checksums that what is copied must match."""
     with storage_errors(part, size):
-        crc = _write_file(part / name, _chunks(path, size))
+        crc = _write_file(part / name, sums.compared(path, known, chunks(path, size)))
     return RankFile(name=name, bytes=size, crc32=crc)
 
 
@@ -244,11 +247,11 @@ def _read_slab(source_path: Path, file: RankFile, slab: Path) -> bytes:
         with storage_errors(slab.parent, file.bytes):
             disk.disk.allocate(target, max(file.bytes, os.fstat(target).st_size))
         crc, at, prelude = 0, 0, b""
-        for chunk in _chunks(source_path, file.bytes):
+        for chunk in chunks(source_path, file.bytes):
             crc = zlib.crc32(chunk, crc)
             if not prelude:
-                prelude = chunk[:PRELUDE_BYTES]
-                chunk = unmarked(prelude) + chunk[PRELUDE_BYTES:]
+                prelude = bytes(chunk[:PRELUDE_BYTES])
+                chunk[:PRELUDE_BYTES] = unmarked(prelude)
             write_all(target, chunk, at)
             at += len(chunk)
     finally:
@@ -299,25 +302,3 @@ def _delete(folder: Path) -> None:
     with suppress(OSError):
         disk.disk.remove(folder / MANIFEST)
     disk.disk.remove_tree(folder)
-
-
-def _chunks(path: Path, size: int) -> Iterator[bytes]:
-    """Exactly ``size`` bytes. Raises ``BadImage``."""
-    try:
-        source = disk.disk.open(path, os.O_RDONLY)
-    except OSError as error:
-        raise BadImage(str(path), f"cannot be read ({error.strerror})") from error
-    try:
-        at = 0
-        while at < size:
-            chunk = bytearray(min(_CHUNK, size - at))
-            try:
-                read = disk.disk.read(source, [memoryview(chunk)], at)
-            except OSError as error:
-                raise BadImage(str(path), f"cannot be read ({error.strerror})") from error
-            if not read:
-                raise BadImage(str(path), f"is cut off: {size - at} bytes are missing")
-            at += read
-            yield bytes(memoryview(chunk)[:read])
-    finally:
-        disk.disk.close(source)

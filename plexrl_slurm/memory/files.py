@@ -7,6 +7,7 @@ plain buffers: no copy, no torch, and the checksum comes for free.
 import errno
 import hashlib
 import json
+import mmap
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from plexrl_slurm.core.errors import StorageFull
+from plexrl_slurm.core.errors import BadImage, StorageFull
 from plexrl_slurm.memory import disk
 
 #: dtype names of numpy and torch to those of safetensors.
@@ -24,6 +25,8 @@ _SAFETENSORS: Final = {
     "float16": "F16",
     "int64": "I64",
 }
+#: Bytes that are read at once.
+CHUNK: Final = 8 << 20
 #: Variable that names whoever writes, in processes that are not alone.
 WRITER: Final = "PLEXRL_WRITER"
 
@@ -131,6 +134,32 @@ def write_all(descriptor: int, data: memoryview | bytes, offset: int) -> None:
     while view.nbytes:
         done = disk.disk.write(descriptor, view, offset)
         view, offset = view[done:], offset + done
+
+
+def chunks(path: Path, size: int, *, first: int = 0) -> Iterator[memoryview]:
+    """A file from ``first`` to ``size``, each part until the next is asked for; or ``BadImage``."""
+    try:
+        source = disk.disk.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise BadImage(str(path), f"cannot be read ({error.strerror})") from error
+    try:
+        # Pages of its own, which no allocator keeps.
+        room = memoryview(mmap.mmap(-1, CHUNK))
+        at, filled = first, 0
+        while at < size:
+            wanted = min(CHUNK, size - at)
+            try:
+                read = disk.disk.read(source, [room[filled:wanted]], at + filled)
+            except OSError as error:
+                raise BadImage(str(path), f"cannot be read ({error.strerror})") from error
+            if not read:
+                raise BadImage(str(path), f"is cut off: {size - at - filled} bytes are missing")
+            filled += read
+            if filled == wanted:
+                yield room[:filled]
+                at, filled = at + filled, 0
+    finally:
+        disk.disk.close(source)
 
 
 def publish_folder(part: Path, path: Path) -> None:

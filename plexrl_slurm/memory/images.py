@@ -4,6 +4,9 @@ An image is written into a slot that holds nothing valuable, and becomes *the* i
 deployment only when every rank has finished; then the older one's slot is free again. So k
 deployments need k + 1 slots (one more while an image is copied to the durable tier), and at
 every instant each has a complete image or none yet.
+
+Where a durable image, and the calls since, could take the older one's place, the newer may be
+written *over* it, and k slots do.
 """
 
 from collections.abc import Iterable
@@ -13,7 +16,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from plexrl_slurm.core.errors import BadImage
-from plexrl_slurm.memory import disk
+from plexrl_slurm.memory import disk, sums
 from plexrl_slurm.memory.slab import PRELUDE_BYTES, put_prelude, read_header, unmarked
 
 
@@ -38,6 +41,10 @@ class ImageStore:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._held: dict[str, Held] = {}
         self._writing: set[int] = set()
+        #: Slots whose image an earlier agent left, or somebody found to be damaged.
+        self._doubted: set[int] = set()
+        #: Images that are being written over, by slot.
+        self._under: dict[int, Held] = {}
         #: Slots that somebody reads, and how many do.
         self._pinned: dict[int, int] = {}
         for slot in self._slots_on_disk():
@@ -60,14 +67,33 @@ class ImageStore:
         """One slab for each rank."""
         return [self._folder / f"slot-{slot}.rank-{rank}" for rank in range(self._world)]
 
-    def begin(self) -> int:
-        """A slot to write into; ends in :meth:`commit` or :meth:`abandon`."""
-        slot = self.next_slot()
+    def under(self) -> Iterable[Held]:
+        """Images that are being written over."""
+        return self._under.values()
+
+    def is_under(self, deployment: str) -> bool:
+        """Whether its image is being written over: a newer one, or the same, will be there."""
+        return any(held.deployment == deployment for held in self._under.values())
+
+    def begin(self, over: str = "") -> int:
+        """A slot to write into; ends in :meth:`commit` or :meth:`abandon`.
+
+        ``over``: a deployment whose image something else can replace, and which is written.
+        """
+        slot = self.next_slot(over)
+        held = self._held.get(over)
+        if held is not None and held.slot == slot:
+            self._under[slot] = self._held.pop(over)
         self._writing.add(slot)
+        self._forget_sums(slot)
+        self._doubted.discard(slot)
         return slot
 
-    def next_slot(self) -> int:
-        """What :meth:`begin` would give: a free slab that is warm, if there is one."""
+    def next_slot(self, over: str = "") -> int:
+        """What :meth:`begin` would give: a slab that is warm, if there is one."""
+        held = self._held.get(over)
+        if held is not None and held.slot not in self._pinned:
+            return held.slot
         free = self.free_slots()
         if free:
             return free[0]
@@ -107,6 +133,7 @@ class ImageStore:
 
     def delete(self, slot: int) -> None:
         """Give back the memory of a free slot, which ranks may still have mapped."""
+        self._forget_sums(slot)
         for path in self.paths(slot):
             if path.exists():
                 disk.disk.truncate(path)
@@ -114,9 +141,12 @@ class ImageStore:
 
     def release(self, deployment: str) -> None:
         """Forget an image that is complete elsewhere; its slab is free for the next one."""
-        held = self._held.pop(deployment)
-        for path in self.paths(held.slot):
-            # An agent that starts again must not take it for one.
+        self._wipe(self._held.pop(deployment).slot)
+
+    def _wipe(self, slot: int) -> None:
+        """An agent that starts again must not take what is there for an image."""
+        self._forget_sums(slot)
+        for path in self.paths(slot):
             with suppress(FileNotFoundError):
                 with path.open("rb") as file:
                     prelude = file.read(PRELUDE_BYTES)
@@ -125,7 +155,38 @@ class ImageStore:
 
     def forget(self, deployment: str) -> None:
         """Its slab turned out to be damaged, and is free."""
-        self._held.pop(deployment, None)
+        held = self._held.pop(deployment, None)
+        if held is not None:
+            self._wipe(held.slot)
+
+    # -- checksums ---------------------------------------------------------------------------
+    def every(self) -> Iterable[Held]:
+        """All images of which all is here, whether they count or not."""
+        return self._held.values()
+
+    def holds(self, held: Held) -> bool:
+        """Whether an image is here still."""
+        return any(each is held for each in self.every())
+
+    def is_summed(self, slot: int) -> bool:
+        """Whether there are checksums of all slabs of a slot."""
+        return all(sums.path_of(path).exists() for path in self.paths(slot))
+
+    def is_doubted(self, slot: int) -> bool:
+        """Whether its image is to be checked before it is used."""
+        return slot in self._doubted
+
+    def doubt(self, slot: int) -> None:
+        """Somebody found its image to be damaged."""
+        self._doubted.add(slot)
+
+    def believe(self, slot: int) -> None:
+        """It was checked."""
+        self._doubted.discard(slot)
+
+    def _forget_sums(self, slot: int) -> None:
+        for path in self.paths(slot):
+            sums.drop(path)
 
     def _taken(self) -> set[int]:
         return {held.slot for held in self._held.values()} | self._writing | self._pinned.keys()
@@ -134,6 +195,7 @@ class ImageStore:
         """Every rank has finished writing ``slot``: it is the image now, unless a newer one has
         become it meanwhile."""
         self._writing.discard(slot)
+        self._under.pop(slot, None)
         held = self._held.get(deployment)
         if held is not None and held.progress > progress:
             return
@@ -143,12 +205,35 @@ class ImageStore:
         )
 
     def abandon(self, slot: int) -> None:
-        """The write failed; the older image stays valid."""
+        """The write failed; the older image stays valid, unless it was begun to be written over."""
         self._writing.discard(slot)
+        older = self._under.pop(slot, None)
+        if older is not None and self._is_whole(older):
+            self._held.setdefault(older.deployment, older)
+
+    def trim(self) -> int:
+        """Give back all free slabs; how many bytes they had."""
+        free = self.free_slots()
+        size = sum(self.slot_bytes(slot) for slot in free)
+        for slot in free:
+            self.delete(slot)
+        return size
+
+    def _is_whole(self, held: Held) -> bool:
+        """Whether its slabs still are what they were."""
+        try:
+            headers = [read_header(path) for path in self.paths(held.slot)]
+        except (BadImage, OSError):
+            return False
+        same = held.deployment, held.progress
+        return all((header.deployment, tuple(header.progress)) == same for header in headers)
 
     def drop(self, deployment: str) -> None:
         """Forget an image; its slab stays warm for the next one unless another is free."""
         self._held.pop(deployment, None)
+        self._under = {
+            at: held for at, held in self._under.items() if held.deployment != deployment
+        }
         for slot in self.free_slots()[1:]:
             self.delete(slot)
 
@@ -177,6 +262,7 @@ class ImageStore:
         seq, part = first.progress
         older = self._held.get(first.deployment)
         if older is None or older.progress < (seq, part):
+            self._doubted.add(slot)
             self._held[first.deployment] = Held(
                 deployment=first.deployment,
                 progress=(seq, part),

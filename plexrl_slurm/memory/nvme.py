@@ -24,7 +24,7 @@ import msgspec
 from crc32c import crc32c
 
 from plexrl_slurm.core.errors import BadImage, PlexError, StorageFailed
-from plexrl_slurm.memory import disk
+from plexrl_slurm.memory import disk, sums
 from plexrl_slurm.memory.files import publish_folder, storage_errors, write_bytes
 from plexrl_slurm.memory.slab import PRELUDE_BYTES, put_prelude, read_header, unmarked, used_bytes
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 _libc: Final = ctypes.CDLL(None)
 
 #: What one thread moves at once; a multiple of the page.
-BLOCK: Final = 8 << 20
+BLOCK: Final = sums.BLOCK
 #: Blocks that are under way at once.
 DEPTH: Final = 4
 #: Threads beside those: they checksum, or map pages, while the disk works for the others.
@@ -114,8 +114,9 @@ class _Block:
 def write_image(folder: Path, slabs: Sequence[Path], *, owner: str) -> Manifest:
     """Copy complete slabs, one for each rank, into ``folder``, whose content they replace at once.
 
-    Nobody may write the slabs meanwhile. Raises ``BadImage`` for a slab that is not complete,
-    ``StorageFull`` and ``StorageFailed``; what was in ``folder`` is then still there.
+    Nobody may write the slabs meanwhile. Raises ``BadImage`` for a slab that is not complete, or
+    not what its checksums say, ``StorageFull`` and ``StorageFailed``; what was in ``folder`` is
+    then still there.
     """
     header = read_header(slabs[0])
     part = _part(folder)
@@ -128,6 +129,7 @@ def write_image(folder: Path, slabs: Sequence[Path], *, owner: str) -> Manifest:
                 _write_rank(slab, part / f"rank-{rank}.slab", size)
                 for rank, (slab, size) in enumerate(zip(slabs, sizes, strict=True))
             )
+            sums.compare_all(slabs, [file.blocks for file in files])
             seq, step = header.progress
             manifest = Manifest(
                 format=FORMAT,
@@ -190,8 +192,10 @@ def read_image(
         _read_rank(folder / file.name, file, manifest.block_bytes, slab, gate)
         for file, slab in zip(manifest.files, slabs, strict=True)
     ]
-    for prelude, slab in zip(preludes, slabs, strict=True):
+    for prelude, slab, file in zip(preludes, slabs, manifest.files, strict=True):
         put_prelude(slab, prelude)
+        if manifest.block_bytes == sums.BLOCK:
+            sums.write(slab, sums.Sums(bytes=file.bytes, blocks=file.blocks))
     return manifest
 
 

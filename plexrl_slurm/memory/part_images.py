@@ -48,7 +48,9 @@ class PartImages(ImageStore):
         held = self._held.get(deployment)
         if held is not None and held.progress == progress:
             self.forget(deployment)
-        self._prepared.pop((deployment, progress), None)
+        prepared = self._prepared.pop((deployment, progress), None)
+        if prepared is not None:
+            self._wipe(prepared.slot)
 
     def prepare(self, slot: int, *, deployment: str, progress: tuple[int, int]) -> None:
         """Every rank of this node has finished writing ``slot``."""
@@ -100,6 +102,7 @@ class PartImages(ImageStore):
         ):
             return
         self.prepare(slot, deployment=first.deployment, progress=_position(first))
+        self._doubted.add(slot)
 
 
 def _position(header: SlabHeader) -> tuple[int, int]:

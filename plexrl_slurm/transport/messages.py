@@ -280,6 +280,8 @@ class SwitchOrder(msgspec.Struct, frozen=True, tag="switch"):
     snapshot_bytes: int = 0
     #: Of a WPG over several nodes: the image to load, which every node has.
     image: tuple[int, int] | None = None
+    #: A durable image and the calls since then can replace the image that the outgoing has.
+    replaceable: bool = False
 
 
 class SaveOrder(msgspec.Struct, frozen=True, tag="save"):
@@ -292,6 +294,8 @@ class SaveOrder(msgspec.Struct, frozen=True, tag="save"):
     incarnation: int
     deployment: str
     progress: tuple[int, int]
+    #: See :class:`SwitchOrder`.
+    replaceable: bool = False
 
 
 class GrantOrder(msgspec.Struct, frozen=True, tag="grant"):

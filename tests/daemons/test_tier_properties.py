@@ -20,7 +20,7 @@ FEW = settings(
 )
 
 
-async def life(world: World, *, events: int, kills: float, cuts: float) -> None:
+async def life(world: World, *, events: int, kills: float, cuts: float, flips: float = 0.0) -> None:
     """A random program."""
     rng = world.rng
     await world.start()
@@ -54,6 +54,8 @@ async def life(world: World, *, events: int, kills: float, cuts: float) -> None:
         await world.turn()
         if rng.random() < kills:
             await world.restart()
+        elif flips and rng.random() < flips:
+            await world.flip()
         elif rng.random() < cuts:
             await world.cut_power()
         if not world.disk.dead:
@@ -89,15 +91,40 @@ def now_and_then(world: World, rate: float, kinds: Sequence[str]) -> Callable[[i
     kinds=st.sets(st.sampled_from(FAULTS), min_size=1),
     kills=st.sampled_from([0.0, 0.02, 0.1]),
     cuts=st.sampled_from([0.0, 0.0, 0.03]),
+    flips=st.sampled_from([0.0, 0.0, 0.05]),
     slots=st.integers(3, 6),
     copies=st.integers(4, 9),
 )
-@example(seed=0, faults=0.05, kinds=set(FAULTS), kills=0.05, cuts=0.02, slots=4, copies=8)
+@example(
+    seed=0, faults=0.05, kinds=set(FAULTS), kills=0.05, cuts=0.02, flips=0.0, slots=4, copies=8
+)
 def test_an_image_is_never_lost_and_never_wrong(
-    seed: int, faults: float, kinds: set[str], kills: float, cuts: float, slots: int, copies: int
+    seed: int, faults: float, kinds: set[str], kills: float, cuts: float, flips: float,
+    slots: int, copies: int,
 ) -> None:  # fmt: skip
     def scene(world: World) -> None:
         world.disk.fault = now_and_then(world, faults, sorted(kinds))
-        asyncio.run(life(world, events=60, kills=kills, cuts=cuts))
+        asyncio.run(life(world, events=60, kills=kills, cuts=cuts, flips=flips))
 
     play(seed, scene, slots=slots, copies=copies)
+
+
+def test_the_random_programs_write_over_images_and_are_killed_meanwhile() -> None:
+    def scene(world: World) -> None:
+        asyncio.run(life(world, events=120, kills=0.03, cuts=0.0))
+
+    worlds = [play(seed, scene, slots=5, copies=8) for seed in range(4)]
+    assert sum(world.overs for world in worlds) > 10
+    assert sum(world.restarts for world in worlds) > 10
+
+
+def test_the_random_programs_flip_bits_of_images_that_are_loaded_later() -> None:
+    told: list[str] = []
+
+    def scene(world: World) -> None:
+        world.told = told
+        asyncio.run(life(world, events=120, kills=0.0, cuts=0.0, flips=0.1))
+
+    worlds = [play(seed, scene, slots=6, copies=8) for seed in range(4)]
+    assert sum(world.flips for world in worlds) > 10
+    assert any("is damaged in memory" in each for each in told)

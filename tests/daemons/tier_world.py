@@ -23,7 +23,7 @@ from plexrl_slurm.daemons import host_room
 from plexrl_slurm.daemons.host_tier import HostTier, Passage
 from plexrl_slurm.daemons.nvme_tier import NvmeTier
 from plexrl_slurm.memory import disk as seam
-from plexrl_slurm.memory import durable, nvme
+from plexrl_slurm.memory import durable, files, nvme, sums
 from plexrl_slurm.memory.slab import Slab, SlabHeader, SlabTensor, read_header
 from plexrl_slurm.transport import messages as tm
 from tests.memory.faults import FaultyDisk, Stopped
@@ -99,14 +99,22 @@ class World:
         self.lane, self._number = asyncio.Lock(), 0
         #: The agent has begun.
         self.serving = False
-        self.loads = self.restarts = self.cuts = 0
+        #: Copies to the durable tier are under way.
+        self.persisting: set[str] = set()
+        #: Deployments whose image in memory was damaged, which has been told to nobody.
+        self.flipped: set[str] = set()
+        self.flips = 0
+        #: What the daemon heard of damage.
+        self.told: list[str] = []
+        self.loads = self.restarts = self.cuts = self.overs = 0
         (root / "durable").mkdir(parents=True)
 
     # -- the machine -------------------------------------------------------------------------
     def patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Have the tiers use this disk and these threads."""
         monkeypatch.setattr(seam, "disk", self.disk)
-        monkeypatch.setattr(nvme, "BLOCK", 8192)
+        for module, name in ((nvme, "BLOCK"), (sums, "BLOCK"), (files, "CHUNK")):
+            monkeypatch.setattr(module, name, 8192)
         monkeypatch.setattr(nvme, "_each", lambda work, blocks: [work(each) for each in blocks])
         monkeypatch.setattr(asyncio, "to_thread", self._to_thread)
         monkeypatch.setattr(host_room, "REST_US", 0)
@@ -184,6 +192,25 @@ class World:
         await self.end()
         await self.start()
 
+    async def flip(self) -> None:
+        """The agent dies, and a bit of an image that has checksums flips before the next comes."""
+        await self.settle()
+        store = self.tier.store(WPG)
+        summed = [each for each in store.held() if store.is_summed(each.slot)]
+        await self.end()
+        if summed:
+            held = self.rng.choice(sorted(summed, key=lambda each: each.slot))
+            with self.rng.choice(store.paths(held.slot)).open("r+b") as slab:
+                slab.seek(4096 + self.rng.randrange(SIZE))
+                (byte,) = slab.read(1)
+                slab.seek(-1, 1)
+                slab.write(bytes([byte ^ 4]))
+            self.flips += 1
+            self.flipped.add(held.deployment)
+            if held.deployment in self.complete:
+                self.complete[held.deployment] = self.durable.get(held.deployment)
+        await self.start()
+
     async def cut_power(self) -> None:
         """The node dies, and with it what was in memory; the partition has the durable tier."""
         await self.end()
@@ -236,10 +263,12 @@ class World:
             if not name:
                 return
             order = tm.SaveOrder(
-                epoch=1, id="1", wpg=WPG, incarnation=1, deployment=name, progress=progress
-            )
+                epoch=1, id="1", wpg=WPG, incarnation=1, deployment=name, progress=progress,
+                replaceable=self._replaceable(name),
+            )  # fmt: skip
             self.tier.returns(name)
             passage = await self.tier.begin_save(order)
+            self._note_over(name)
             await self._pass(passage, name, progress)
 
     async def switch(self, incoming: str) -> None:
@@ -254,6 +283,7 @@ class World:
                 epoch=1, id="1", wpg=WPG, incarnation=1, incoming=incoming, outgoing=outgoing,
                 progress=progress, durable_progress=known or (0, 0),
                 durable_path=str(self._durable(incoming, known)) if known else "",
+                replaceable=self._replaceable(outgoing),
             )  # fmt: skip
             self.tier.returns(incoming)
             try:
@@ -262,6 +292,7 @@ class World:
                 if incoming in self.complete and self.disk.faults == faults:
                     raise AssertionError(f"a switch failed without a fault: {problem}") from problem
                 return
+            self._note_over(outgoing)
             self._fell_back(incoming, passage.left if passage is not None else None, faults)
             at_least = self.complete.get(incoming, at_least)
             if passage is None or passage.held is None:
@@ -278,6 +309,16 @@ class World:
             self.loads += 1
             if incoming in self.complete:
                 self.resident, self.position, self.dirty = incoming, found, False
+
+    def _replaceable(self, name: str) -> bool:
+        """What the daemon says: a durable image is written down, and no other is under way."""
+        return name in self.durable and name not in self.persisting
+
+    def _note_over(self, name: str) -> None:
+        """If an image is being written over, the durable one is what is certain."""
+        if name in self.complete and self.tier.store(WPG).is_under(name):
+            self.complete[name] = self.durable[name]
+            self.overs += 1
 
     async def _pass(self, passage: Passage, outgoing: str, progress: Progress) -> None:
         """What the ranks do; then the agent notes it."""
@@ -345,12 +386,15 @@ class World:
             epoch=1, id="1", wpg=WPG, deployment=name, folder=str(self.root / "durable"),
             known=known,
         )  # fmt: skip
+        self.persisting.add(name)
         try:
             found = await self.tier.persist(order)
         except (PlexError, KeyError, OSError) as problem:
             if here and name in self.complete and self.disk.faults == faults:
                 raise AssertionError(f"a copy failed without a fault: {problem}") from problem
             return
+        finally:
+            self.persisting.discard(name)
         self._fell_back(name, found.left, faults)
         if name in self.complete and found.held is not None:
             self.durable[name] = max(found.held.progress, known or found.held.progress)
@@ -358,8 +402,16 @@ class World:
     def _fell_back(self, name: str, left: tm.ImagesLeft | None, faults: int) -> None:
         """A disk that does not give an image, asked twice, has lost it: the daemon is told."""
         if left is not None and left.damaged and name in self.complete:
-            assert self.disk.faults > faults + 1, f"given up without two faults: {left.damaged}"
+            assert name in self.flipped or self.disk.faults > faults + 1, (
+                f"given up without two faults: {left.damaged}"
+            )
+            self.flipped.discard(name)
+            self.told += left.damaged
             self.complete[name] = left.image
+            if left.durable is None:
+                self.durable.pop(name, None)
+            else:
+                self.durable[name] = left.durable
 
     def drop(self, name: str) -> None:
         """Its job ended."""

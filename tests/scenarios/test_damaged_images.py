@@ -217,3 +217,18 @@ def test_evicted_images_come_back_as_they_were(
 
     assert both_halves(learners, evict) == undisturbed[:2]
     assert crowded.flaws() == []
+
+
+@pytest.mark.parametrize("count", [5, 7, 9])
+def test_a_rank_that_dies_while_it_writes_over_the_older_image_loses_nothing(
+    tmp_path: Path, model: Path, undisturbed: list[list[Any]], count: int
+) -> None:
+    marker = tmp_path / "died"
+    train = {"crash_on": [{"kind": "half_image", "count": count}], "crash_marker": str(marker)}
+    settings = {"image_every": 1}
+    with running(tmp_path, model=model, train=train, settings=settings, hold=HOLD) as safe:
+        learners = [Learner(safe, number) for number in range(2)]
+        assert both_halves(learners) == undisturbed[:2]
+        assert marker.exists()
+        wait_until(lambda: len(safe.images()) == 2, name="the spare slab to be given back")
+        assert safe.flaws() == []
