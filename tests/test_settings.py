@@ -198,8 +198,16 @@ def test_every_setting_is_read(config: Path) -> None:
             'engine = "deepspeed"',
             f'engine = "deepspeed"\noptions = {SWAPPED}',
             "wpg",
-            "offload_optimizer = 'nvme' is not offered",
-            id="swapped",
+            "write nvme_dir and nvme_bytes in [partition], or offload_optimizer = 'cpu'",
+            id="swapped without a disk",
+        ),
+        pytest.param(
+            '[[wpg]]\npool = "train"\nengine = "deepspeed"',
+            f'nvme_dir = "nvme"\nnvme_bytes = {30 * PARAMETERS}\n[[wpg]]\npool = "train"\n'
+            f'engine = "deepspeed"\noptions = {SWAPPED}',
+            "partition.nvme_bytes",
+            "(4 versions of its state)",
+            id="swapped on a small disk",
         ),
         pytest.param(
             "[[wpg]]", 'listen = "80"\n[[wpg]]', "partition.listen", "host:port", id="listen"

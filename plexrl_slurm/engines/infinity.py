@@ -3,28 +3,47 @@
 DeepSpeed reads a sub-group's files, steps, and writes them back to the same names. Here it writes
 to those of a new version: nothing that an image names is ever changed, and a switch of
 deployments changes names only. Sub-groups of less than 1 MiB stay in memory, as DeepSpeed has it.
+
+The bytes go through :class:`plexrl_slurm.memory.requests.Requests`, because DeepSpeed's own
+``aio_handle`` never looks at what became of a request: a read into memory that is not aligned to
+512 bytes moves nothing, a write on a full disk writes nothing, and both count as done.
 """
 
+import ctypes
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from plexrl_slurm.core.errors import BadImage
-from plexrl_slurm.memory.swap import FILES, VERSION, SwapFolder
+from plexrl_slurm.core.errors import BadImage, BadInput
+from plexrl_slurm.memory.files import storage_errors
+from plexrl_slurm.memory.requests import Requests
+from plexrl_slurm.memory.swap import FILES, VERSION, SwapFolder, allocate
 
 #: In the order in which DeepSpeed keeps them.
 _PARTS: Final = ("master", "exp_avg", "exp_avg_sq")
+#: Whose private parts these are.
+_DEEPSPEED: Final = "0.19."
 
 
 class Swapped:
     """What of the optimizer's state lies on the disk. Between two calls no I/O is under way."""
 
     def __init__(self, zero: Any) -> None:
-        """Nobody's until :meth:`enter`."""
+        """Nobody's until :meth:`enter`. Raises ``BadInput`` for another DeepSpeed."""
+        found = version("deepspeed")
+        if not found.startswith(_DEEPSPEED):
+            raise BadInput(
+                f"offload_optimizer = 'nvme' rests on how DeepSpeed {_DEEPSPEED}x swaps, and this "
+                f"is {found}: write 'cpu'"
+            )
         self._swapper: Any = zero.optimizer_swapper
+        self._zero: Any = zero
+        self._io = _Handle(self._swapper.aio_handle)
+        self._swapper.aio_handle = self._swapper.gradient_swapper.aio_handle = self._io
         self._groups: dict[int, Any] = {}
         self._folder: SwapFolder | None = None
         self._target: Path | None = None
@@ -40,6 +59,9 @@ class Swapped:
             self._groups[index] = info
         self._write_back = self._swapper.swap_out_optimizer_state
         self._swapper.swap_out_optimizer_state = self._swap_out
+        self._read_gradients = self._swapper._swap_in_gradients
+        self._swapper._swap_in_gradients = self._swap_in_gradients
+        self._has_room = False
 
     @property
     def groups(self) -> frozenset[int]:
@@ -80,6 +102,9 @@ class Swapped:
         Raises ``StorageFull``; ends in :meth:`commit` or :meth:`abandon`.
         """
         self._target = self._open.begin(self._sizes())
+        if not self._has_room:
+            self._allocate_gradients()
+            self._has_room = True
 
     def fresh(self) -> None:
         """Have :meth:`tensors` be those of the begun version, whatever is in them."""
@@ -111,6 +136,31 @@ class Swapped:
             self._point_one(self._index_of(parameter), self._target)
         self._write_back(parameter, async_swap)
 
+    def _swap_in_gradients(self, aio_handle: Any, parameter: Any, dest_buffer: Tensor) -> None:
+        dest_buffer.zero_()  # a share of padding only has no gradient, and the buffer somebody's
+        self._read_gradients(aio_handle, parameter, dest_buffer)
+
+    def _allocate_gradients(self) -> None:
+        """Room on the disk for what a step moves there and reads again."""
+        for index, info in self._groups.items():
+            offsets, shares, at = [], [], 0
+            for parameter in self._zero.fp16_groups[index]:
+                shares.append(torch.empty(parameter.partition_numel(), device="meta"))
+                offsets.append(at)
+                at += parameter.partition_numel()
+            pieces = [
+                (piece.numel(), offset)
+                for piece, offset in zip(
+                    *self._swapper._adjust_for_misaligned_lengths(shares, offsets), strict=True
+                )
+                if self._swapper.is_swappable_tensor(tensor=piece)
+            ]
+            lengths, starts = [length for length, _ in pieces], [start for _, start in pieces]
+            paths = info.get_or_create_gradient_paths(starts, lengths)
+            with storage_errors(Path(info.swap_folder), 4 * sum(lengths)):
+                for path, length in zip(paths, lengths, strict=True):
+                    allocate(Path(path), 4 * length)
+
     def _index_of(self, parameter: Any) -> int:
         info = self._swapper.swap_params_info[parameter.ds_id]
         return next(index for index, each in self._groups.items() if each is info)
@@ -135,3 +185,29 @@ class Swapped:
     def _point_one(self, index: int, version: Path) -> None:
         for part, place in zip(_PARTS, self._groups[index].tensors, strict=True):
             place.swap_path = str(version / f"{part}.{index}.swp")
+
+
+class _Handle:
+    """What DeepSpeed's swapper asks of its ``aio_handle``."""
+
+    def __init__(self, handle: Any) -> None:
+        """``handle``: DeepSpeed's, whose locked memory it is."""
+        self.is_pinned = handle.is_pinned
+        self._requests = Requests()
+
+    def async_pread(self, buffer: Tensor, path: str, offset: int) -> int:
+        self._requests.read(Path(path), _bytes(buffer), offset)
+        return 0
+
+    def async_pwrite(self, buffer: Tensor, path: str, offset: int) -> int:
+        self._requests.write(Path(path), _bytes(buffer), offset)
+        return 0
+
+    def wait(self) -> int:
+        return self._requests.wait()
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """Of a piece of the swapper's buffers, which live as long as it does."""
+    size = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")

@@ -91,7 +91,7 @@ class SwapFolder:
         try:
             with storage_errors(place, sum(sizes.values())):
                 for name, size in sizes.items():
-                    _allocate(place / name, size)
+                    allocate(place / name, size)
         except BaseException:
             self.abandon()
             raise
@@ -136,7 +136,8 @@ class SwapFolder:
         return version in (*self._named, self.current, self._begun)
 
 
-def _allocate(path: Path, size: int) -> None:
+def allocate(path: Path, size: int) -> None:
+    """Have room for a file of so many bytes, or fail now."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         os.ftruncate(descriptor, size)

@@ -29,6 +29,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "2-matrices": {"zero_stage": 2, "decay_vectors": False},
     "3-matrices": {"zero_stage": 3, "decay_vectors": False},
     "3-swapped": {"zero_stage": 3, "offload_optimizer": "nvme"},
+    "3-swapped-matrices": {
+        "zero_stage": 3,
+        "offload_optimizer": "nvme",
+        "decay_vectors": False,
+    },
     "3-swapped-param": {"zero_stage": 3, "offload_optimizer": "nvme", "offload_param": "cpu"},
 }
 #: What a gang of so many ranks runs: layout and dtype.
@@ -42,22 +47,31 @@ PROGRAMS: dict[int, list[str]] = {
         "1-matrices-float32",
         "2-matrices-bfloat16",
         "3-matrices-float32",
+        "3-swapped-float32",
+        "3-swapped-param-bfloat16",
+        "3-swapped-matrices-float32",
     ],
-    4: ["1-float32", "2-float32", "3-float32", "3-optimizer-param-bfloat16"],
+    4: [
+        "1-float32",
+        "2-float32",
+        "3-float32",
+        "3-optimizer-param-bfloat16",
+        "3-swapped-float32",
+    ],
 }
+#: Bytes of the smallest tensor that a rank moves to the disk.
+SMALLEST_SWAPPED = 4096
 #: More than a rank's share, fewer datums than ranks, and groups of a shared prompt.
 CALLS = [supervised(1, 5, 9, 20, 31), supervised(2, 7), grpo(3, group=5), grpo(4, group=4)]
 
 
 def swap_small_tensors() -> None:
-    """Have DeepSpeed move the tiny model's state as if it were a large one's, in several parts.
-
-    With blocks of 4 or 8 KiB, or on two ranks, its step takes another tensor's gradient for some.
-    """
+    """Have DeepSpeed move the tiny model's state as if it were a large one's, in several parts;
+    gradients of a page or more too, many of them at places that no disk takes as they are."""
     from deepspeed.runtime.swap_tensor import aio_config, optimizer_utils
 
-    aio_config.AIO_DEFAULT_DICT["block_size"] = 1 << 16
-    optimizer_utils.MIN_AIO_BYTES = 1 << 16
+    aio_config.AIO_DEFAULT_DICT["block_size"] = SMALLEST_SWAPPED
+    optimizer_utils.MIN_AIO_BYTES = SMALLEST_SWAPPED
     skeleton._SUB_GROUP_ELEMENTS = 1 << 16  # type: ignore[misc]
 
 

@@ -20,13 +20,13 @@ from plexrl_slurm.core.sizes import WIDTHS, image_size
 from plexrl_slurm.core.zero import layout_of
 from plexrl_slurm.engines.deepspeed import DeepSpeedEngine
 from plexrl_slurm.memory.slab import read_header
-from tests.engines.gang import LAYOUTS, PROGRAMS
+from tests.engines.gang import LAYOUTS, PROGRAMS, SMALLEST_SWAPPED
 from tests.engines.training import CREATE, PARAMETERS, adam, rank_spec, supervised
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(500)]
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 150
+TIMEOUT_S = 400
 
 
 def free_port() -> int:
@@ -234,8 +234,10 @@ def test_the_slabs_of_a_gang_have_as_many_bytes_as_the_sizing_says(
             kind = tensor.name.split(".")[0]
             found[kind if slab.stem == "a" or kind == "grad" else "other"] += tensor.bytes
     assert found["weights"] == said.weights
-    assert found["master"] == said.masters
-    assert found["exp_avg"] + found["exp_avg_sq"] == said.moments
+    # A sub-group of less than that stays in memory.
+    small = 1 + SMALLEST_SWAPPED * world * stage.swap_optimizer
+    assert 0 <= found["master"] - said.masters < small
+    assert 0 <= found["exp_avg"] + found["exp_avg_sq"] - said.moments < 2 * small - 1
     # At ZeRO-2 a parameter on the border of two ranks has its gradient on both.
     twice = found["grad"] - said.gradients
     largest = 128 * 256 * WIDTHS[dtype]

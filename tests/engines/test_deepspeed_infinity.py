@@ -1,5 +1,7 @@
 """ZeRO-Infinity: a swap folder for each deployment, and what a crash leaves of it."""
 
+import errno
+import os
 import shutil
 import subprocess
 import sys
@@ -11,7 +13,9 @@ from plexrl_slurm import wire
 from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import BadImage, BadInput, StepSkipped, StorageFull
 from plexrl_slurm.engines.deepspeed import DeepSpeedEngine
+from plexrl_slurm.memory import disk as disk_module
 from plexrl_slurm.memory import swap
+from plexrl_slurm.memory.disk import Disk
 from plexrl_slurm.memory.slab import read_header
 from tests.engines.gang import LAYOUTS
 from tests.engines.test_deepspeed_gang import ROOT, TIMEOUT_S
@@ -32,6 +36,14 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(swap.SWAP_DIR, str(tmp_path / "swap"))
     return tmp_path / "swap"
+
+
+def swap_from(smallest: int, patch: pytest.MonkeyPatch) -> None:
+    """Have DeepSpeed move tensors of so many bytes or more."""
+    from deepspeed.runtime.swap_tensor import aio_config, optimizer_utils
+
+    patch.setitem(aio_config.AIO_DEFAULT_DICT, "block_size", smallest)
+    patch.setattr(optimizer_utils, "MIN_AIO_BYTES", smallest)
 
 
 def engine_of(model: ModelSpec, layout: str = "3-swapped") -> DeepSpeedEngine:
@@ -56,11 +68,43 @@ def versions(disk: Path, deployment: str = "a") -> list[Path]:
     return sorted(disk.glob(f"train-0/{deployment}/rank-0-of-1/*"))
 
 
+@pytest.mark.parametrize("smallest", [1 << 20, 1 << 16, 1 << 12])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_it_learns_bit_by_bit_what_it_learns_in_host_memory(tiny_folder: Path, dtype: str) -> None:
+def test_it_learns_bit_by_bit_what_it_learns_in_host_memory(
+    tiny_folder: Path, dtype: str, smallest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From 4 KiB gradients lie behind biases of 256 bytes, where no disk puts them."""
+    swap_from(smallest, monkeypatch)
     model = tiny_spec(tiny_folder, dtype)
     layouts = ("3-optimizer-param", "3-swapped", "3-swapped-param")
     assert len({digest_of(model, 1, 2, 3, layout=layout) for layout in layouts}) == 1
+
+
+@pytest.mark.parametrize("what", ["gradient", "master"])
+def test_a_disk_that_fails_in_a_step_is_an_error_and_never_another_step(
+    tiny_model: ModelSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    swap_from(1 << 12, monkeypatch)
+
+    class Broken(Disk):
+        def open(self, path: Path, flags: int) -> int:
+            if what in path.name:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+            return super().open(path, flags)
+
+    engine = engine_of(tiny_model)
+    engine.create("a", CREATE)
+    train(engine, 1)
+    engine.forward_backward(supervised(2, 8))
+    engine.save_image(tmp_path / "slab", deployment="a", progress=(1, 0))
+    with monkeypatch.context() as patch:
+        patch.setattr(disk_module, "disk", Broken())
+        with pytest.raises(OSError, match=what):
+            engine.optim_step(adam(weight_decay=0.1))
+    engine = engine_of(tiny_model)
+    engine.load_image(tmp_path / "slab", deployment="a")
+    engine.optim_step(adam(weight_decay=0.1))
+    assert engine.digest() == digest_of(tiny_model, 1, 2)
 
 
 def test_a_switch_moves_only_what_is_not_on_the_disk(tiny_model: ModelSpec, tmp_path: Path) -> None:
@@ -204,7 +248,7 @@ def test_a_full_disk_refuses_the_step_and_leaves_it_open(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(swap, "_allocate", full)
+        patch.setattr(swap, "allocate", full)
         with pytest.raises(StorageFull):
             engine.optim_step(adam(weight_decay=0.1))
     engine.optim_step(adam(weight_decay=0.1))
