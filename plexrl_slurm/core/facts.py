@@ -242,6 +242,7 @@ def _placed(books: Books, lane: Lane, event: DeploymentPlaced, out: list[AnyInst
             program=program,
             where=Whereabouts(deployment.id if trains else key, at),
             last_job=deployment.job,
+            turn=books.turn,  # a newcomer is not before those that wait for their turn
         )
     tenant.members[deployment.id] = deployment
     tenant.image_bytes = max(tenant.image_bytes, deployment.image_bytes)
