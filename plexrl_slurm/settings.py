@@ -244,7 +244,7 @@ def check(path: Path) -> Findings:
     check_shapes(
         report, hold, [s for s, w in zip(shapes, wpgs, strict=True) for _ in range(w.count)]
     )
-    queue = read_queue(report, data)
+    queue = read_queue(report, data, backfill=sharing.backfill)
     counts = [(wpg.pool, wpg.count) for wpg in wpgs]
     check_reservation(report, queue, wpgs=counts, host_bytes=values.get("host_bytes"))
     _check_models(report, models, wpgs)
