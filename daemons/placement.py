@@ -143,6 +143,11 @@ class Placer:
             settled.append(Settled(who=self._resident(job), homes=homes))
         return Partition(sites=self._sites(), settled=settled)
 
+    def open_partition(self) -> Partition:
+        """As whoever sees it that may not have what is kept free."""
+        whole = self.partition()
+        return self._opened(whole) if self._reservation.any else whole
+
     def applicant(self, job: LiveJob, models: Sequence[str]) -> Applicant:
         """A job that declares ``models``. Raises ``UnknownModel``."""
         return self._applicant(job, [self._model(name) for name in models])
@@ -155,6 +160,9 @@ class Placer:
         """Without what is kept free for others."""
         if job.reserved or not self._reservation.any:
             return partition
+        return self._opened(partition)
+
+    def _opened(self, partition: Partition) -> Partition:
         reserved = {each.id for each in self._state.jobs.values() if each.reserved}
         return open_to_all(partition, self._reservation, reserved)
 

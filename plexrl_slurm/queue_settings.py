@@ -55,8 +55,8 @@ class QueueSettings:
         return ", ".join(sorted({NORMAL, *self.limits.qos}))
 
 
-def read_queue(report: Report, data: Mapping[str, Any]) -> QueueSettings:
-    """The tables of this module; what is wrong goes to ``report``."""
+def read_queue(report: Report, data: Mapping[str, Any], *, backfill: bool = True) -> QueueSettings:
+    """The tables of this module; what is wrong goes to ``report``. ``backfill``: unless said."""
     turns = Table(report, "queue", mapping(report, data, "queue"))
     turns.take("backfill", as_switch, required=False)
     turns.take("guard", as_time, to="guard_us", required=False)
@@ -78,7 +78,7 @@ def read_queue(report: Report, data: Mapping[str, Any]) -> QueueSettings:
         weights=_weights(report, mapping(report, data, "priority")),
         shares=_shares(report, data),
         limits=_limits(report, mapping(report, data, "limits"), qos),
-        turns=TurnRules(**turns.values),
+        turns=TurnRules(**{"backfill": backfill, **turns.values}),
         reservation=reservation,
     )
 

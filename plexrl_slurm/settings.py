@@ -256,7 +256,7 @@ def check(path: Path) -> Findings:
     placed = [w for w in shared_settings.places(wpgs) for _ in range(w.count)]
     shapes = [Shape(pool=w.place, gpus=w.gpus_per_node, nodes=w.nodes) for w in placed]
     check_shapes(report, hold, shapes)
-    queue = read_queue(report, data)
+    queue = read_queue(report, data, backfill=sharing.backfill)
     counts = [(wpg.pool, wpg.count) for wpg in wpgs]
     check_reservation(report, queue, wpgs=counts, host_bytes=values.get("host_bytes"))
     _check_models(report, models, wpgs)

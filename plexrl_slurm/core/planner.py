@@ -266,6 +266,8 @@ class Planner:
             return
         if (tail := find_tail(self.books, lane, self.tails)) is not None:
             others = [t for t in lane.waiting.values() if t is not resident]
+            if not others:  # who shares the GPUs waits for the whole of it
+                return
             candidates = tuple(self._candidate(lane, tenant) for tenant in others)
             choice = self.policy.choose(candidates, hysteresis=self.hysteresis)
             pause(lane, self.tails, tail, choice, cause, out)
