@@ -3,17 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from plexrl_slurm.core import shared
+from plexrl_slurm.core import copies, shared
 from plexrl_slurm.core.books import Books
 from plexrl_slurm.core.expect import expected
 from plexrl_slurm.core.ids import CauseId, JobId
 from plexrl_slurm.core.lane import Lane, Move, Running, Tenant
 from plexrl_slurm.core.messages import (
     AnyInstruction,
-    Drained,
     Expect,
     FunctionKind,
-    Persist,
     Pool,
     Run,
     SaveImage,
@@ -61,9 +59,9 @@ class Planner:
                 self._decide(lane, cause, out)
         if lane.up:
             if lane.copies:
-                self._copy(lane, cause, out)
+                copies.copy(self.books, lane, cause, out)
             if lane.draining:
-                self._say_drained(lane, cause, out)
+                copies.say_drained(lane, cause, out)
             if self.hints:
                 self._hint(lane, cause, out)
         out[:0] = lane.account(cause)
@@ -419,39 +417,6 @@ class Planner:
             and resident.retry_us <= lane.now_us
         ):
             self._save(lane, resident, resident.last_job, cause, out)
-
-    def _copy(self, lane: Lane, cause: CauseId, out: list[AnyInstruction]) -> None:
-        """Have images copied to the durable tier where that is due."""
-        every = self.books.durable_every
-        for tenant in list(lane.copies.values()):
-            program = tenant.program
-            if tenant.retry_us > lane.now_us:
-                continue
-            del lane.copies[tenant.key]
-            if program is None or program.image is None or tenant.copying:
-                continue
-            if program.wants_copy and (
-                lane.draining
-                or program.durable is None
-                or (every is not None and program.steps_at_risk() >= every)
-            ):
-                tenant.copying = True
-                out.append(
-                    Persist(
-                        deployment=tenant.name, wpg=lane.id, progress=program.image, cause=cause
-                    )
-                )
-
-    @staticmethod
-    def _say_drained(lane: Lane, cause: CauseId, out: list[AnyInstruction]) -> None:
-        if not lane.draining or lane.drained or lane.running or lane.move is not None:
-            return
-        programs = [t.program for t in lane.tenants.values() if t.program is not None]
-        if all(program.safe for program in programs) and not any(
-            tenant.copying for tenant in lane.tenants.values()
-        ):
-            lane.drained = True
-            out.append(Drained(wpg=lane.id, cause=cause))
 
     def _hint(self, lane: Lane, cause: CauseId, out: list[AnyInstruction]) -> None:
         name = expected(lane, self.books.estimates, lambda found: self._best(lane, found))
