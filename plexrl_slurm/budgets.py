@@ -5,12 +5,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
+from plexrl_slurm.core import zero
 from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import BadInput
 from plexrl_slurm.core.sizes import image_size, in_words
-from plexrl_slurm.core.zero import layout_of
 from plexrl_slurm.filesystems import network_kind
 from plexrl_slurm.tomlcheck import Report
 
@@ -21,13 +21,22 @@ _IN_MEMORY: Final = ("tmpfs", "ramfs")
 Gang = tuple[int, Mapping[str, Any]]
 
 
+class _Table(Protocol):
+    """What is asked of a ``[[wpg]]`` table."""
+
+    @property
+    def nodes(self) -> int: ...
+    @property
+    def options(self) -> Mapping[str, Any]: ...
+
+
 def on_gangs(model: ModelSpec, gangs: Iterable[Gang]) -> ModelSpec:
     """``model`` with the size of its images on these WPGs; where that differs, the largest."""
     sizes = []
     for gpus, options in gangs:
         with suppress(BadInput):  # told of already
             size = image_size(
-                model.parameters, dtype=model.dtype, layout=layout_of(options), ranks=gpus
+                model.parameters, dtype=model.dtype, layout=zero.layout_of(options), ranks=gpus
             )
             sizes.append(size.total)
     return replace(model, image_bytes=max(sizes, default=0))
@@ -209,3 +218,36 @@ def _tell(report: Report, key: str, sentence: str, *, here: bool) -> None:
         report.bad(key, sentence)
     else:
         report.warnings.append(f"{key}: on this host, {sentence}")
+
+
+def check_swap(
+    report: Report,
+    values: Mapping[str, Any],
+    models: Sequence[ModelSpec],
+    wpgs: Sequence[_Table],
+) -> None:
+    """What ``offload_optimizer = "nvme"`` needs."""
+    if not any(wpg.options.get("offload_optimizer") == "nvme" for wpg in wpgs):
+        return
+    if not report.has("partition.nvme_dir"):
+        report.bad(
+            "wpg",
+            "offload_optimizer = 'nvme' keeps master weights and moments on a disk of the node: "
+            "write nvme_dir and nvme_bytes in [partition], or offload_optimizer = 'cpu'",
+        )
+    if any(w.options.get("offload_optimizer") == "nvme" and w.nodes > 1 for w in wpgs):
+        report.bad(
+            "wpg",
+            "offload_optimizer = 'nvme' needs a WPG on one node, because a swap folder comes back "
+            "from the durable tier for all ranks at once: write nodes = 1, or 'cpu'",
+        )
+    size = values.get("nvme_bytes")
+    for model in models:
+        needed = zero.SWAP_VERSIONS * zero.SWAPPED_BYTES * model.parameters
+        if size is not None and needed > size:
+            report.bad(
+                "partition.nvme_bytes",
+                f"with offload_optimizer = 'nvme' one deployment of model {model.name} takes up "
+                f"to {in_words(needed)} there ({zero.SWAP_VERSIONS} versions of its state) "
+                f"and nvme_bytes is {in_words(size)}: raise nvme_bytes, or write 'cpu'",
+            )

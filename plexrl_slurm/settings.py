@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from plexrl_slurm import shared_settings
-from plexrl_slurm.budgets import check_budgets, check_host, check_nvme, not_writable, on_gangs
+from plexrl_slurm.budgets import (
+    check_budgets,
+    check_host,
+    check_nvme,
+    check_swap,
+    not_writable,
+    on_gangs,
+)
 from plexrl_slurm.core import zero
 from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import BadConfig, BadInput
@@ -264,7 +271,7 @@ def check(path: Path) -> Findings:
     local = hold.backend == "local"
     check_budgets(report, values, models)
     check_nvme(report, values, here=local)
-    _check_swap(report, values, [model for _, model in models], wpgs)
+    check_swap(report, values, [model for _, model in models], wpgs)
     _check_places(report, values)
     check_host(report, values, here=local)
     problems = report.sentences()
@@ -433,39 +440,6 @@ def _check_tensor_parallel(
                     f"vLLM cannot divide model {model.name} among {wpg.gpus} GPUs: {reason}; "
                     f"choose another number, or take the model out",
                 )
-
-
-def _check_swap(
-    report: Report,
-    values: Mapping[str, Any],
-    models: Sequence[ModelSpec],
-    wpgs: Sequence[WpgSettings],
-) -> None:
-    """What ``offload_optimizer = "nvme"`` needs."""
-    if not any(wpg.options.get("offload_optimizer") == "nvme" for wpg in wpgs):
-        return
-    if not report.has("partition.nvme_dir"):
-        report.bad(
-            "wpg",
-            "offload_optimizer = 'nvme' keeps master weights and moments on a disk of the node: "
-            "write nvme_dir and nvme_bytes in [partition], or offload_optimizer = 'cpu'",
-        )
-    if any(w.options.get("offload_optimizer") == "nvme" and w.nodes > 1 for w in wpgs):
-        report.bad(
-            "wpg",
-            "offload_optimizer = 'nvme' needs a WPG on one node, because a swap folder comes back "
-            "from the durable tier for all ranks at once: write nodes = 1, or 'cpu'",
-        )
-    size = values.get("nvme_bytes")
-    for model in models:
-        needed = zero.SWAP_VERSIONS * zero.SWAPPED_BYTES * model.parameters
-        if size is not None and needed > size:
-            report.bad(
-                "partition.nvme_bytes",
-                f"with offload_optimizer = 'nvme' one deployment of model {model.name} takes up "
-                f"to {in_words(needed)} there ({zero.SWAP_VERSIONS} versions of its state) "
-                f"and nvme_bytes is {in_words(size)}: raise nvme_bytes, or write 'cpu'",
-            )
 
 
 def _check_places(report: Report, values: Mapping[str, Any]) -> None:
