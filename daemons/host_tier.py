@@ -22,6 +22,7 @@ from plexrl_slurm.logs import say
 from plexrl_slurm.memory import disk, durable
 from plexrl_slurm.memory.files import part_name, write_bytes
 from plexrl_slurm.memory.images import Held, ImageStore
+from plexrl_slurm.memory.swap_manifest import Trust
 from plexrl_slurm.transport import messages as tm
 
 log = logging.getLogger(__name__)
@@ -260,8 +261,8 @@ class HostTier:
         else:
             held = await self._room.bring(wpg, deployment)
         if held is not None:
-            swap = self._swap(wpg, deployment)
-            fallback.check_held(held, store.paths(held.slot), swap=swap)
+            swap, trust = self._swap(wpg, deployment), self._trust
+            await fallback.check_bringing(store, held, swap=swap, trust=trust)
         return held
 
     def _here(self, wpg: str, deployment: str) -> tuple[int, int] | None:
@@ -349,20 +350,13 @@ class HostTier:
             return found
         root = Path(order.folder)
         folder = durable.folder_of(root, order.deployment, held.progress)
-        store.pin(held.slot)
-        try:
-            await asyncio.to_thread(
-                durable.write_image,
-                folder,
-                store.paths(held.slot),
-                writer=self.writer,
-                swap=self._swap(order.wpg, order.deployment),
-            )
-            self._persisted[order.deployment] = held.progress
-            if order.known is not None:
-                await asyncio.to_thread(durable.keep_newest, root, order.deployment, order.known)
-        finally:
-            store.unpin(held.slot)
+        swap = self._swap(order.wpg, order.deployment)
+        await fallback.copy_held(
+            store, held, folder, writer=self.writer, swap=swap, trust=self._trust
+        )
+        self._persisted[order.deployment] = held.progress
+        if order.known is not None:
+            await asyncio.to_thread(durable.keep_newest, root, order.deployment, order.known)
         return found
 
     async def _whole(self, order: tm.PersistOrder) -> Found:
@@ -443,6 +437,10 @@ class HostTier:
 
     def _swap(self, wpg: str, deployment: str) -> Path | None:
         return self._nvme.swap_folder(wpg, deployment) if self._nvme is not None else None
+
+    @property
+    def _trust(self) -> Trust | None:
+        return self._nvme.trust if self._nvme is not None else None
 
     # -- garbage -----------------------------------------------------------------------------
     def keep_only(self, *, deployments: Iterable[str], snapshots: Iterable[str]) -> None:
