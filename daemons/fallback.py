@@ -15,9 +15,10 @@ from typing import Final, TypeAlias, TypeVar
 
 from plexrl_slurm.core.errors import BadImage
 from plexrl_slurm.memory import durable
-from plexrl_slurm.memory.images import Held
+from plexrl_slurm.memory.images import Held, ImageStore
 from plexrl_slurm.memory.slab import read_header
-from plexrl_slurm.memory.swap import check_version
+from plexrl_slurm.memory.swap import VERSION, check_version
+from plexrl_slurm.memory.swap_manifest import Trust
 from plexrl_slurm.transport import messages as tm
 
 Progress: TypeAlias = tuple[int, int]
@@ -131,12 +132,54 @@ def newest_below(home: Path, progress: Progress) -> Kept | None:
     return None
 
 
-def check_held(held: Held, slabs: Sequence[Path], *, swap: Path | None = None) -> None:
+async def check_bringing(
+    store: ImageStore, held: Held, *, swap: Path | None, trust: Trust | None
+) -> None:
+    """:func:`check_held`, which may have a disk to read."""
+    slabs = store.paths(held.slot)
+    if not any(VERSION in read_header(slab).state for slab in slabs):
+        check_held(held, slabs)
+        return
+    store.pin(held.slot)
+    try:
+        await asyncio.to_thread(check_held, held, slabs, swap=swap, trust=trust)
+    finally:
+        store.unpin(held.slot)
+
+
+async def copy_held(
+    store: ImageStore,
+    held: Held,
+    folder: Path,
+    *,
+    writer: str,
+    swap: Path | None,
+    trust: Trust | None,
+) -> None:
+    """Into the durable tier. ``BadImage``: the next use finds it too."""
+    store.pin(held.slot)
+    try:
+        slabs = store.paths(held.slot)
+        await asyncio.to_thread(durable.write_image, folder, slabs, writer=writer, swap=swap)
+    except BadImage:
+        if swap is not None and trust is not None:
+            trust.doubt(swap)
+        raise
+    finally:
+        store.unpin(held.slot)
+
+
+def check_held(
+    held: Held, slabs: Sequence[Path], *, swap: Path | None = None, trust: Trust | None = None
+) -> None:
     """Raises ``BadImage`` if what is in memory is not the image that it was, or the part of it in
-    the deployment's swap folder, ``swap``, is gone."""
+    the deployment's swap folder, ``swap``, is gone or, as far as ``trust`` does not reach, was
+    changed."""
     for rank, slab in enumerate(slabs):
         header = read_header(slab)
         if (header.deployment, tuple(header.progress)) != (held.deployment, held.progress):
             raise BadImage(str(slab), f"is no longer the image of {held.deployment}")
         if swap is not None:
-            check_version(swap, rank=rank, world=len(slabs), state=header.state)
+            check_version(swap, rank=rank, world=len(slabs), state=header.state, trust=trust)
+    if swap is not None and trust is not None:
+        trust.settle(swap)

@@ -161,6 +161,7 @@ class HostRoom:
                 await self.nvme.read(copy, store.paths(slot), gate=gate)
             if self.nvme.find(copy.wpg, copy.deployment) is copy:  # not dropped meanwhile
                 store.commit(slot, deployment=copy.deployment, progress=copy.progress)
+                self.nvme.came_back(copy)
         finally:
             self.ended(copy.wpg, slot)
             store.abandon(slot)

@@ -24,6 +24,7 @@ from plexrl_slurm.logs import say
 from plexrl_slurm.memory import disk, durable
 from plexrl_slurm.memory.files import part_name, write_bytes
 from plexrl_slurm.memory.images import Held, ImageStore
+from plexrl_slurm.memory.swap_manifest import Trust
 from plexrl_slurm.transport import messages as tm
 
 log = logging.getLogger(__name__)
@@ -281,8 +282,8 @@ class HostTier(Persisting):
                 break
             await self._summer.believe(store, held)  # and look again: that took a while
         if held is not None:
-            swap = self._swap(wpg, deployment)
-            fallback.check_held(held, store.paths(held.slot), swap=swap)
+            swap, trust = self._swap(wpg, deployment), self._trust
+            await fallback.check_bringing(store, held, swap=swap, trust=trust)
         return held
 
     def _here(self, wpg: str, deployment: str) -> tuple[int, int] | None:
@@ -394,6 +395,10 @@ class HostTier(Persisting):
 
     def _swap(self, wpg: str, deployment: str) -> Path | None:
         return self._nvme.swap_folder(wpg, deployment) if self._nvme is not None else None
+
+    @property
+    def _trust(self) -> Trust | None:
+        return self._nvme.trust if self._nvme is not None else None
 
     # -- garbage -----------------------------------------------------------------------------
     def keep_only(self, *, deployments: Iterable[str], snapshots: Iterable[str]) -> None:

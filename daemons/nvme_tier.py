@@ -13,7 +13,7 @@ from plexrl_slurm.core.errors import BadImage, Denied, StorageFailed
 from plexrl_slurm.daemons.folders import is_there, locked, refuse_foreign
 from plexrl_slurm.filesystems import network_kind
 from plexrl_slurm.logs import say
-from plexrl_slurm.memory import disk, nvme, swap
+from plexrl_slurm.memory import disk, nvme, swap, swap_manifest
 from plexrl_slurm.memory.durable import folder_of
 from plexrl_slurm.memory.images import Held
 
@@ -50,6 +50,8 @@ class NvmeTier:
         self._number = 0
         #: Swap folders of deployments that are gone; a rank may use one still.
         self._doomed: set[Path] = set()
+        #: Versions of swap folders that need not be read again.
+        self.trust = swap_manifest.Trust()
         self._sweeper = ThreadPoolExecutor(1, thread_name_prefix="nvme-sweep")
 
     async def own(self, owner: str) -> None:
@@ -66,6 +68,7 @@ class NvmeTier:
         self._lock = await locked(self._home, self._make)
         self._owner = owner
         os.environ[swap.SWAP_DIR] = str(self._swap)  # its ranks inherit it
+        os.environ[swap_manifest.SWAP_WRITER] = self.trust.writer
         await asyncio.to_thread(self._adopt)
 
     def _make(self) -> None:
@@ -202,6 +205,10 @@ class NvmeTier:
     def swap_folder(self, wpg: str, deployment: str) -> Path:
         """Where ranks keep the part of a deployment's state that is in no image."""
         return swap.home_of(self._swap, wpg, deployment)
+
+    def came_back(self, copy: Copy) -> None:
+        """It is in memory again, and its swap folder lay as long as it did."""
+        self.trust.doubt(self.swap_folder(copy.wpg, copy.deployment))
 
     def drop_swap(self, wpg: str, deployment: str) -> None:
         """Delete a deployment's swap folder as soon as no rank uses it."""

@@ -4,9 +4,11 @@ import asyncio
 from pathlib import Path
 
 from plexrl_slurm.core.errors import BadImage
+from plexrl_slurm.daemons import fallback
 from plexrl_slurm.daemons.fallback import Found
 from plexrl_slurm.memory import durable
 from plexrl_slurm.memory.images import Held, ImageStore
+from plexrl_slurm.memory.swap_manifest import Trust
 from plexrl_slurm.transport import messages as tm
 
 
@@ -32,6 +34,10 @@ class Persisting:
         raise NotImplementedError
 
     def _swap(self, wpg: str, deployment: str) -> Path | None:
+        raise NotImplementedError
+
+    @property
+    def _trust(self) -> Trust | None:
         raise NotImplementedError
 
     async def persist(self, order: tm.PersistOrder) -> Found:
@@ -63,21 +69,18 @@ class Persisting:
             return found
         root = Path(order.folder)
         folder = durable.folder_of(root, order.deployment, held.progress)
-        store.pin(held.slot)
-        try:
-            await asyncio.to_thread(
-                durable.write_image,
-                folder,
-                store.paths(held.slot),
-                writer=self.writer,
-                swap=self._swap(order.wpg, order.deployment),
-            )
-            self._persisted[order.deployment] = held.progress
-            self._replaceable.add(order.deployment)
-            if order.known is not None:
-                await asyncio.to_thread(durable.keep_newest, root, order.deployment, order.known)
-        finally:
-            store.unpin(held.slot)
+        await fallback.copy_held(
+            store,
+            held,
+            folder,
+            writer=self.writer,
+            swap=self._swap(order.wpg, order.deployment),
+            trust=self._trust,
+        )
+        self._persisted[order.deployment] = held.progress
+        self._replaceable.add(order.deployment)
+        if order.known is not None:
+            await asyncio.to_thread(durable.keep_newest, root, order.deployment, order.known)
         return found
 
     async def _whole(self, order: tm.PersistOrder) -> Found:

@@ -113,7 +113,7 @@ class Swapped:
 
     def commit(self) -> None:
         """All of it has been written."""
-        self._open.commit()
+        self._open.commit({path.name: crc for path, crc in self._io.checksums().items()})
         self._target = None
 
     def abandon(self) -> None:
@@ -134,7 +134,9 @@ class Swapped:
     def _swap_out(self, parameter: Any, async_swap: bool = False) -> None:
         if self._target is not None:
             self._point_one(self._index_of(parameter), self._target)
+        self._io.checksum = self._target is not None
         self._write_back(parameter, async_swap)
+        self._io.checksum = False
 
     def _swap_in_gradients(self, aio_handle: Any, parameter: Any, dest_buffer: Tensor) -> None:
         dest_buffer.zero_()  # a share of padding only has no gradient, and the buffer somebody's
@@ -194,13 +196,16 @@ class _Handle:
         """``handle``: DeepSpeed's, whose locked memory it is."""
         self.is_pinned = handle.is_pinned
         self._requests = Requests()
+        self.checksums = self._requests.checksums
+        #: Whether what is written now belongs to a version.
+        self.checksum = False
 
     def async_pread(self, buffer: Tensor, path: str, offset: int) -> int:
         self._requests.read(Path(path), _bytes(buffer), offset)
         return 0
 
     def async_pwrite(self, buffer: Tensor, path: str, offset: int) -> int:
-        self._requests.write(Path(path), _bytes(buffer), offset)
+        self._requests.write(Path(path), _bytes(buffer), offset, checksum=self.checksum)
         return 0
 
     def wait(self) -> int:

@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 
 from plexrl_slurm.core.errors import BadImage
-from plexrl_slurm.memory import disk, sums
+from plexrl_slurm.memory import disk, sums, swap_manifest
 from plexrl_slurm.memory.files import (
     chunks,
     publish_folder,
@@ -96,6 +96,9 @@ def write_image(
             for path in _listed(version):
                 name = f"rank-{rank}.swap/{path.name}"
                 swapped.append(_copy_in(part, name, path, path.stat().st_size))
+            # Of the copy, which the page cache has: nothing bad gets a good checksum.
+            copied = part / f"rank-{rank}.swap"
+            swap_manifest.check(copied, swap_manifest.read(copied))
             sync_folder(part / f"rank-{rank}.swap")
         manifest = Manifest(
             deployment=header.deployment,

@@ -2,7 +2,8 @@
 
 One folder for each deployment, in it one for each rank, in it one for each *version*. A version is
 written whole, by an optimizer step, and never changed while an image names it: a process that
-dies in the middle of a step leaves the version that the step began with.
+dies in the middle of a step leaves the version that the step began with. It has checksums, see
+:mod:`plexrl_slurm.memory.swap_manifest`.
 """
 
 import fcntl
@@ -15,7 +16,9 @@ from typing import Final
 
 from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.errors import BadImage
+from plexrl_slurm.memory import swap_manifest
 from plexrl_slurm.memory.files import storage_errors
+from plexrl_slurm.memory.swap_manifest import Trust
 
 #: Variable that tells a rank where the swap folders of its agent are.
 SWAP_DIR: Final = "PLEXRL_SWAP_DIR"
@@ -48,14 +51,19 @@ def version_folder(home: Path, *, rank: int, world: int, state: Mapping[str, int
     return None if version is None else rank_folder(home, rank, world) / str(version)
 
 
-def check_version(home: Path, *, rank: int, world: int, state: Mapping[str, int]) -> None:
-    """Raises ``BadImage`` if files are gone that belong to an image whose header has ``state``."""
+def check_version(
+    home: Path, *, rank: int, world: int, state: Mapping[str, int], trust: Trust | None = None
+) -> None:
+    """Raises ``BadImage`` if files are gone that belong to an image whose header has ``state``,
+    or are not what they were as far as ``trust`` has it looked at."""
     place = version_folder(home, rank=rank, world=world, state=state)
     if place is None or FILES not in state:
         return
     there = sum(path.suffix == ".swp" for path in place.glob("*"))
     if there < state[FILES]:
         raise BadImage(str(place), f"has {there} of {state[FILES]} files of the image's state")
+    if trust is not None:
+        trust.check(home, place)
 
 
 class SwapFolder:
@@ -69,7 +77,7 @@ class SwapFolder:
         self.current = 0
         #: Versions that the newest images name, oldest first.
         self._named: list[int] = []
-        self._begun = 0
+        self._begun, self._sizes = 0, dict[str, int]()
 
     def path(self, version: int) -> Path:
         """Folder of a version."""
@@ -90,15 +98,18 @@ class SwapFolder:
             shutil.rmtree(self.path(version), ignore_errors=True)
         try:
             with storage_errors(place, sum(sizes.values())):
+                swap_manifest.reserve(place, len(sizes))
                 for name, size in sizes.items():
                     allocate(place / name, size)
         except BaseException:
             self.abandon()
             raise
+        self._sizes = dict(sizes)
         return place
 
-    def commit(self) -> None:
-        """The new version is whole: the state is in it."""
+    def commit(self, crcs: Mapping[str, int] | None = None) -> None:
+        """The new version is whole: the state is in it. ``crcs``: of files, as far as known."""
+        swap_manifest.write(self.path(self._begun), self._sizes, crcs or {})
         self.current, self._begun = self._begun, 0
 
     def abandon(self) -> None:

@@ -14,7 +14,7 @@ from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import BadImage, BadInput, StepSkipped, StorageFull
 from plexrl_slurm.engines.deepspeed import DeepSpeedEngine
 from plexrl_slurm.memory import disk as disk_module
-from plexrl_slurm.memory import swap
+from plexrl_slurm.memory import swap, swap_manifest
 from plexrl_slurm.memory.disk import Disk
 from plexrl_slurm.memory.slab import read_header
 from tests.engines.gang import LAYOUTS
@@ -213,6 +213,33 @@ def test_a_checkpoint_is_a_copy_of_what_is_on_the_disk(
     memory.create("b", CREATE)
     memory.load_state(wire.LoadState(path=path, uri="u", optimizer=True))
     assert memory.digest() == wanted
+
+
+@pytest.mark.parametrize("smallest", [1 << 20, 1 << 12])
+def test_a_version_has_checksums_however_it_came_to_be(
+    tiny_model: ModelSpec,
+    tmp_path: Path,
+    disk: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    smallest: int,
+) -> None:
+    swap_from(smallest, monkeypatch)
+    engine = engine_of(tiny_model)
+
+    def newest_is_whole() -> None:
+        found = swap_manifest.read(versions(disk)[-1])
+        assert {"master.0.swp", "exp_avg.0.swp", "exp_avg_sq.0.swp"} <= found.files.keys()
+        swap_manifest.check(versions(disk)[-1], found)
+
+    engine.create("a", CREATE)
+    newest_is_whole()
+    path = str(tmp_path / "run")
+    engine.save_state(wire.SaveState(path=path, uri="u"))
+    for _ in range(3):
+        train(engine, 1)
+        newest_is_whole()
+    engine.load_state(wire.LoadState(path=path, uri="u", optimizer=True))
+    newest_is_whole()
 
 
 def test_an_image_whose_swap_folder_is_gone_or_cut_off_is_refused(

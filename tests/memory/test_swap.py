@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from plexrl_slurm.core.errors import BadImage, StorageFull
-from plexrl_slurm.memory import durable, swap
+from plexrl_slurm.memory import durable, swap, swap_manifest
 from plexrl_slurm.memory.slab import Slab
 from tests.memory.test_slab import make_header
 
@@ -118,7 +118,8 @@ def test_a_folder_in_use_is_not_taken_away(tmp_path: Path) -> None:
     assert swap.set_aside(home, tmp_path / "gone")
     assert not home.exists() and (tmp_path / "gone").exists()
     assert swap.set_aside(home, tmp_path / "gone")  # it is not there: nothing to do
-    assert swap.used_bytes(tmp_path / "gone") == sum(SIZES.values())
+    size = sum(SIZES.values()) + swap_manifest.room_for(len(SIZES))
+    assert swap.used_bytes(tmp_path / "gone") == size
 
 
 def test_who_opens_a_folder_while_it_is_taken_away_gets_a_new_one(
@@ -158,7 +159,8 @@ def image_in(tmp_path: Path, node: str) -> tuple[Path, Path, int]:
 def test_a_durable_image_has_the_swap_folder_too(tmp_path: Path) -> None:
     slab, home, version = image_in(tmp_path, "one")
     manifest = durable.write_image(tmp_path / "durable" / "a" / "1", [slab], writer="w", swap=home)
-    assert manifest.bytes == manifest.files[0].bytes + sum(SIZES.values())
+    swapped = sum(SIZES.values()) + swap_manifest.room_for(len(SIZES))
+    assert manifest.bytes == manifest.files[0].bytes + swapped
     other = tmp_path / "two" / "a"
     durable.read_image(tmp_path / "durable" / "a" / "1", [tmp_path / "back"], swap=other)
     back = swap.SwapFolder(other, rank=0, world=1)
@@ -220,3 +222,104 @@ def test_a_version_that_lacks_files_is_no_image(tmp_path: Path) -> None:
     with pytest.raises(BadImage, match="has 1 of 2 files"):
         swap.check_version(home, rank=0, world=1, state=state)
     used.close()
+
+
+# ---- checksums -----------------------------------------------------------------------------------
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[20] ^= 1
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, 100)
+
+
+def swapped_by(writer: str, tmp_path: Path, patch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """The home and one version of it, which a rank of an agent wrote."""
+    patch.setenv(swap_manifest.SWAP_WRITER, writer)
+    folder = folder_in(tmp_path)
+    version = step(folder, b"1")
+    folder.close()
+    return folder.path(version).parents[1], folder.path(version)
+
+
+@pytest.mark.parametrize("harm", [flip, cut, Path.unlink])
+@pytest.mark.parametrize("name", ["master.0.swp", "exp_avg.0.swp", swap_manifest.MANIFEST])
+def test_another_agents_version_is_read_before_it_is_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: Callable[[Path], None], name: str
+) -> None:
+    home, version = swapped_by("an earlier agent", tmp_path, monkeypatch)
+    swap_manifest.Trust().check(home, version)
+    harm(version / name)
+    with pytest.raises(BadImage, match=name):
+        swap_manifest.Trust().check(home, version)
+
+
+def test_what_an_agents_own_ranks_wrote_is_read_only_when_it_came_back_from_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trust = swap_manifest.Trust()
+    home, version = swapped_by(trust.writer, tmp_path, monkeypatch)
+    read: list[Path] = []
+    crc_of = swap_manifest.crc_of
+
+    def counted(path: Path) -> int:
+        read.append(path)
+        return crc_of(path)
+
+    monkeypatch.setattr(swap_manifest, "crc_of", counted)
+    trust.check(home, version)
+    trust.settle(home)
+    assert not read
+    trust.doubt(home)
+    trust.check(home, version)
+    trust.settle(home)
+    trust.check(home, version)
+    assert sorted(path.name for path in read) == sorted(SIZES)
+    trust.doubt(home)
+    flip(version / "master.0.swp")
+    for _ in range(2):  # until a good one takes its place
+        with pytest.raises(BadImage, match="master"):
+            trust.check(home, version)
+
+
+def test_a_version_that_nobody_finished_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_in(tmp_path)
+    for mark in b"12":  # the third takes the place of the first
+        step(folder, bytes([mark]))
+    place = folder.begin(SIZES)
+    with pytest.raises(BadImage, match="does not match its own checksum"):
+        swap_manifest.read(place)
+
+
+def test_checksums_that_are_known_are_not_computed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_in(tmp_path)
+    place = folder.begin(SIZES)
+    known = {name: swap_manifest.crc_of(place / name) for name in SIZES}
+    monkeypatch.setattr(swap_manifest, "crc_of", Path.unlink)
+    folder.commit(known)
+    assert {n: f.crc32c for n, f in swap_manifest.read(place).files.items()} == known
+
+
+def test_the_room_for_a_manifest_is_enough(tmp_path: Path) -> None:
+    for count in (1, 3, 40, 3000):
+        names = [f"exp_avg_sq.{number}.swp" for number in range(count)]
+        swap_manifest.reserve(tmp_path, count)
+        largest = dict.fromkeys(names, (1 << 40)), dict.fromkeys(names, (1 << 32) - 1)
+        swap_manifest.write(tmp_path, *largest)
+        assert (tmp_path / swap_manifest.MANIFEST).stat().st_size == swap_manifest.room_for(count)
+
+
+def test_a_damaged_version_gets_no_durable_copy(tmp_path: Path) -> None:
+    slab, home, version = image_in(tmp_path, "one")
+    flip(swap.rank_folder(home, 0, 1) / str(version) / "exp_avg.0.swp")
+    with pytest.raises(BadImage, match=r"exp_avg\.0\.swp: is damaged"):
+        durable.write_image(tmp_path / "durable" / "a" / "1", [slab], writer="w", swap=home)
+    assert not (tmp_path / "durable" / "a" / "1").exists()
