@@ -30,6 +30,7 @@ from plexrl_slurm.core.states import JobState
 from plexrl_slurm.daemons.accounting import Accounting
 from plexrl_slurm.daemons.agents import AgentHub
 from plexrl_slurm.daemons.damaged_images import DamagedImages
+from plexrl_slurm.daemons.durable_scrubber import DurableScrubber
 from plexrl_slurm.daemons.hold_hygiene import refuse_others
 from plexrl_slurm.daemons.holds import HoldKeeper
 from plexrl_slurm.daemons.intake import Intake
@@ -212,6 +213,7 @@ class Daemon:
             *([Usage(parts).run()] if config.slurm is not None else []),
             watch.run(),
             keeper.run(),
+            DurableScrubber(parts, found=service.durable_faults.append).loop(),
         ]
         tasks = [asyncio.create_task(work) for work in running]
         ends = [asyncio.create_task(event.wait()) for event in (self._stop, parts.release)]

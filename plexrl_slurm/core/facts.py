@@ -15,6 +15,7 @@ from plexrl_slurm.core.messages import (
     DeploymentMoved,
     DeploymentPlaced,
     Drained,
+    DurableLost,
     Finish,
     Persisted,
     Pool,
@@ -78,6 +79,8 @@ def book(books: Books, event: AnyEvent) -> list[AnyInstruction]:
             handover.moved(books, lane, event, out)
         case Persisted():
             handover.persisted(books, lane, books.homes[event.deployment][1], event, out)
+        case DurableLost():
+            handover.durable_lost(lane, books.homes[event.deployment][1], event)
         case _:
             assert_never(event)
     out.extend(lane.account(event.cause))
@@ -103,7 +106,11 @@ def _lane_of(books: Books, event: AnyEvent) -> Lane | None:
             | SwitchEnded()
         ):
             return books.lanes.get(event.wpg)
-        case DeploymentDropped(deployment=name) | Persisted(deployment=name):
+        case (
+            DeploymentDropped(deployment=name)
+            | Persisted(deployment=name)
+            | DurableLost(deployment=name)
+        ):
             return books.homes[name][0] if name in books.homes else None
         case DeploymentMoved(deployment=deployment):
             return books.homes[deployment.id][0] if deployment.id in books.homes else None
