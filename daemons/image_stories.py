@@ -1,28 +1,39 @@
-"""Which tiers each image went through, and when: what agents say of their stocks, one by one."""
+"""Which tiers each image went through, and when: what agents say of their stocks, one by one.
+
+Every line is written down, so that the next daemon goes on where this one ends.
+"""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from plexrl_slurm.clock import now_us
+from plexrl_slurm.db.image_moves import ImageMove
 from plexrl_slurm.transport import messages as tm
 
 #: Lines of each image's story that are kept.
-_LINES: Final = 32
+LINES: Final = 32
 #: Of all images together, for the timeline; those of dropped ones stay.
-_MOVES: Final = 20_000
+MOVES: Final = 20_000
 #: Where durable images are, in place of a node.
 DURABLE: Final = "durable tier"
 _GONE: Final = "gone"
 
 
 class ImageStories:
-    """In the daemon's memory, since its start; it begins with what agents say they hold then."""
+    """In the daemon's memory, and before that in an earlier one's."""
 
     def __init__(self) -> None:
+        #: Told every new line.
+        self.on_move: Callable[[ImageMove], None] = lambda _move: None
         self._stories: dict[str, deque[tuple[int, str]]] = {}
         self._now: dict[tuple[str, str], str] = {}
-        self._moves: deque[dict[str, Any]] = deque(maxlen=_MOVES)
+        self._moves: deque[dict[str, Any]] = deque(maxlen=MOVES)
+
+    def restore(self, moves: Iterable[ImageMove]) -> None:
+        """What an earlier daemon wrote down, oldest first."""
+        for move in moves:
+            self._add(move)
 
     def heard(self, node: str, stock: tm.Stock) -> None:
         """An agent has other images, or has them elsewhere, than it said before."""
@@ -41,14 +52,21 @@ class ImageStories:
     def _note(self, where: str, name: str, text: str) -> None:
         if self._now.get((where, name), _GONE) == text:
             return
-        if text == _GONE:
-            self._now.pop((where, name))
+        move = ImageMove(deployment=name, at_us=now_us(), place=where, text=text)
+        self._add(move)
+        self.on_move(move)
+
+    def _add(self, move: ImageMove) -> None:
+        name, where = move.deployment, move.place
+        if move.text == _GONE:
+            self._now.pop((where, name), None)
         else:
-            self._now[where, name] = text
-        at_us = now_us()
-        lines = self._stories.setdefault(name, deque(maxlen=_LINES))
-        lines.append((at_us, f"{where}: {text}"))
-        self._moves.append({"at_us": at_us, "deployment": name, "where": where, "text": text})
+            self._now[where, name] = move.text
+        lines = self._stories.setdefault(name, deque(maxlen=LINES))
+        lines.append((move.at_us, f"{where}: {move.text}"))
+        self._moves.append(
+            {"at_us": move.at_us, "deployment": name, "where": where, "text": move.text}
+        )
 
     def of(self, deployment: str) -> Sequence[dict[str, Any]]:
         """The story of an image, oldest first."""

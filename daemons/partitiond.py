@@ -30,8 +30,10 @@ from plexrl_slurm.core.states import JobState
 from plexrl_slurm.daemons.accounting import Accounting
 from plexrl_slurm.daemons.agents import AgentHub
 from plexrl_slurm.daemons.damaged_images import DamagedImages
+from plexrl_slurm.daemons.durable_scrubber import DurableScrubber
 from plexrl_slurm.daemons.hold_hygiene import refuse_others
 from plexrl_slurm.daemons.holds import HoldKeeper
+from plexrl_slurm.daemons.image_stories import LINES, MOVES
 from plexrl_slurm.daemons.intake import Intake
 from plexrl_slurm.daemons.learning import HabitBook, LearningCore
 from plexrl_slurm.daemons.moves import Mover
@@ -50,6 +52,7 @@ from plexrl_slurm.daemons.writer import Writer
 from plexrl_slurm.db import schema
 from plexrl_slurm.db.engine import open_database
 from plexrl_slurm.db.holds import newest_epoch
+from plexrl_slurm.db.image_moves import ImageMove, add_move, read_moves
 from plexrl_slurm.db.store import Store
 from plexrl_slurm.logs import say
 from plexrl_slurm.memory.files import storage_errors
@@ -96,6 +99,10 @@ def lock(config: Settings) -> int:
     os.ftruncate(descriptor, 0)
     os.write(descriptor, f"{os.getpid()}\n".encode())
     return descriptor
+
+
+def _add_move(session: Any, partition: str, move: ImageMove) -> None:
+    add_move(session, partition, move, keep=LINES)
 
 
 def _claim(config: Settings) -> None:
@@ -188,6 +195,8 @@ class Daemon:
             address_of=NodeAddresses(port, backend=config.backend),
         )
         hub.on_left = DamagedImages(parts).met
+        hub.stories.restore(await store.run(read_moves, config.partition, keep=MOVES))
+        hub.stories.on_move = lambda move: writer.add(_add_move, config.partition, move, lazy=True)
         parts.hub = shell.orders = hub
         mover = Mover(parts, service, recovery)
         relief = Relief(parts, mover)
@@ -221,6 +230,7 @@ class Daemon:
             watch.run(),
             keeper.run(),
             relief.run(),
+            DurableScrubber(parts, found=service.durable_faults.append).loop(),
         ]
         tasks = [asyncio.create_task(work) for work in running]
         ends = [asyncio.create_task(event.wait()) for event in (self._stop, parts.release)]

@@ -31,6 +31,8 @@ class StateCalls(SubmissionCalls):
         super().__init__(parts)
         # One at a time: whoever verifies much must not take the daemon's threads.
         self._verifying = asyncio.Lock()
+        #: Damaged durable images that were set aside, as :meth:`_faults` shows them.
+        self.durable_faults: list[dict[str, Any]] = []
 
     async def partition_state(self, who: Principal) -> dict[str, Any]:
         images = await self._images(None)
@@ -152,7 +154,7 @@ class StateCalls(SubmissionCalls):
             for node, stock in self._stocks().items()
             for fault in stock.faults
             if fault.deployment in names
-        ]
+        ] + [fault for fault in self.durable_faults if fault["id"] in names]
 
     def _stocks(self) -> dict[str, tm.Stock]:
         """What each node said of its tiers."""

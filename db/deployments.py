@@ -165,6 +165,24 @@ def persisted(
     return True
 
 
+def durable_lost(
+    session: Session,
+    deployment_id: DeploymentId,
+    *,
+    durable: tuple[int, int] | None,
+    path: str,
+) -> None:
+    """A durable image is damaged: this is the newest one left, at ``path``."""
+    seq, part = durable if durable is not None else (None, None)
+    _change(
+        session,
+        deployment_id,
+        durable_seq=seq,
+        durable_part=part,
+        durable_path=path if durable is not None else "",
+    )
+
+
 def fell_back(
     session: Session,
     deployment_id: DeploymentId,

@@ -426,6 +426,22 @@ class SlurmUsageRow(Base):
     recorded_us: Mapped[int]
 
 
+class ImageMoveRow(Base):
+    """An image came to be in another tier; a bounded number of rows for each deployment."""
+
+    __tablename__ = "image_moves"
+    __table_args__ = (Index(None, "partition", "deployment"),)
+
+    id: Mapped[RowKey]
+    partition: Mapped[str]
+    #: No foreign key: its story outlives it, for the timeline.
+    deployment: Mapped[str]
+    at_us: Mapped[int]
+    #: A node, or the durable tier.
+    place: Mapped[str]
+    text: Mapped[str]
+
+
 class PartitionRow(Base):
     """What an admin said of a partition, and a restart must not forget."""
 

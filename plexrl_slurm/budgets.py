@@ -73,10 +73,13 @@ def check_budgets(
             )
 
 
-def check_nvme(report: Report, values: Mapping[str, Any], *, here: bool) -> None:
+def check_nvme(
+    report: Report, values: Mapping[str, Any], *, here: bool, durable: bool = False
+) -> None:
     """What must hold of ``nvme_dir`` and ``nvme_bytes``.
 
     ``here``: the WPGs run on this machine. Otherwise what this one lacks, others may have.
+    ``durable``: there are durable images.
     """
     folder, size = values.get("nvme_dir"), values.get("nvme_bytes")
     given = [name for name in ("nvme_dir", "nvme_bytes") if report.has(f"partition.{name}")]
@@ -87,9 +90,10 @@ def check_nvme(report: Report, values: Mapping[str, Any], *, here: bool) -> None
             f"it has no effect without partition.{other}: write both, or neither",
         )
     if folder is None:
-        if report.has("partition.scrub_days") and not given:
+        if report.has("partition.scrub_days") and not given and not durable:
             report.bad(
-                "partition.scrub_days", "it has no effect without partition.nvme_dir: leave it out"
+                "partition.scrub_days",
+                "it has no effect without partition.nvme_dir or hold.durable_every: leave it out",
             )
         return
     if wrong := _misplaced(values, folder):

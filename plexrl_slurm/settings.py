@@ -143,7 +143,8 @@ class Settings:
     nvme_dir: Path | None = None
     #: Bytes that images may take there.
     nvme_bytes: int = 0
-    #: A copy there is read again, to see whether it is whole, after so many days; 0: never.
+    #: A copy there, and a durable image, is read again, to see whether it is whole, after so many
+    #: days; 0: never.
     scrub_days: int = 7
     #: TCP address of the API, for controllers.
     listen_host: str = "127.0.0.1"
@@ -270,7 +271,7 @@ def check(path: Path) -> Findings:
     _check_tensor_parallel(report, [model for _, model in models], wpgs)
     local = hold.backend == "local"
     check_budgets(report, values, models)
-    check_nvme(report, values, here=local)
+    check_nvme(report, values, here=local, durable=not local or hold.durable)
     check_swap(report, values, [model for _, model in models], wpgs)
     _check_places(report, values)
     check_host(report, values, here=local)

@@ -236,6 +236,11 @@ def fault_line(fault: Mapping[str, Any]) -> str:
     then = "it was deleted, as the image is complete elsewhere"
     kept = "it is kept, because no other copy is as new"
     progress = f"{fault['seq']}.{fault['part']}"
+    if fault.get("aside"):
+        return (
+            f"The durable image of {fault['id']} at {progress} is damaged ({fault['reason']}): it "
+            f"is set aside, as {fault['aside']}."
+        )
     return (
         f"The copy of {fault['id']} at {progress} on the disk of {fault['node']} is damaged "
         f"({fault['reason']}): {then if fault['dropped'] else kept}."

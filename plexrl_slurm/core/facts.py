@@ -15,6 +15,7 @@ from plexrl_slurm.core.messages import (
     DeploymentMoved,
     DeploymentPlaced,
     Drained,
+    DurableLost,
     Finish,
     Granted,
     Paused,
@@ -84,6 +85,8 @@ def book(books: Books, event: AnyEvent) -> list[AnyInstruction]:
             handover.moved(books, lane, event, out)
         case Persisted():
             handover.persisted(books, lane, books.homes[event.deployment][1], event, out)
+        case DurableLost():
+            handover.durable_lost(lane, books.homes[event.deployment][1], event)
         case _:
             assert_never(event)
     out.extend(lane.account(event.cause))
@@ -115,7 +118,7 @@ def _lane_of(books: Books, event: AnyEvent) -> Lane | None:
             | Granted()
         ):
             return books.lanes.get(event.wpg)
-        case DeploymentDropped() | Persisted():
+        case DeploymentDropped() | Persisted() | DurableLost():
             home = books.homes.get(event.deployment)
             return None if home is None else home[0]
         case DeploymentMoved(deployment=deployment):

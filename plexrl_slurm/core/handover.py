@@ -11,6 +11,7 @@ from plexrl_slurm.core.messages import (
     AnyInstruction,
     DeploymentMoved,
     Drained,
+    DurableLost,
     Event,
     ImagesLeft,
     Persisted,
@@ -107,6 +108,17 @@ def fell_back(tenant: Tenant, left: ImagesLeft | None, why: str, cause: CauseId)
     line = f"image {believed} is damaged or gone ({why}); what is left is {instead}"
     tenant.where = tenant.where.note(line.replace(" ()", ""), cause=cause)
     return True
+
+
+def durable_lost(lane: Lane, tenant: Tenant, event: DurableLost) -> None:
+    """A durable image is damaged; the next copy is due earlier then."""
+    if tenant.program is None:
+        return
+    tenant.program.lost_durable(event.durable, event.spare)
+    left = f"{event.durable}" if event.durable is not None else "none"
+    line = f"a durable image is damaged; the newest of those left is {left}"
+    tenant.where = tenant.where.note(line, cause=event.cause)
+    lane.granted(tenant)
 
 
 def durable(

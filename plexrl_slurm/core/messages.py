@@ -253,6 +253,16 @@ class Persisted(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DurableLost(Event):
+    """Somebody who looked found a durable image damaged; what there is in memory is as it was."""
+
+    deployment: DeploymentId
+    #: Of the newest durable image that is left, and of the one before it.
+    durable: tuple[int, int] | None
+    spare: tuple[int, int] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tick(Event):
     """Time passed: the answer to :class:`WakeAt`, or a clock's beat."""
 
@@ -426,6 +436,7 @@ AnyEvent: TypeAlias = (
     | SwitchEnded
     | Granted
     | Persisted
+    | DurableLost
     | Tick
 )
 #: Instructions that occupy a WPG, or free it.

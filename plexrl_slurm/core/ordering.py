@@ -227,6 +227,15 @@ class Program:
         self.frontier = max(self.frontier, image or START)
         self.lost_image(image)
 
+    def lost_durable(self, durable: Position | None, spare: Position | None) -> None:
+        """A durable image is damaged; these are left, and its host image as it was."""
+        if not self._tiered:
+            return
+        if durable != self.durable:
+            self.durable, self._durable_open = durable, self._open_at(durable)
+        if spare != self.spare and self._spares:
+            self.spare, self._spare_open = spare, self._open_at(spare)
+
     def adopt(self, position: Position) -> list[Entry]:
         """The device has the state after all, at ``position``; calls that this answers."""
         self.position = position

@@ -24,6 +24,7 @@ from plexrl_slurm.memory.files import (
     write_all,
     write_bytes,
 )
+from plexrl_slurm.memory.nvme import Gate
 from plexrl_slurm.memory.slab import (
     PRELUDE_BYTES,
     parse_header,
@@ -262,6 +263,21 @@ def _read_slab(source_path: Path, file: RankFile, slab: Path) -> bytes:
     if crc != file.crc32:
         raise BadImage(str(source_path), _DAMAGED)
     return prelude
+
+
+def check_image(folder: Path, *, gate: Gate) -> None:
+    """Read all of it, and nothing else. Raises ``BadImage`` and ``Abandoned``."""
+    manifest = read_manifest(folder)
+    for file in (*manifest.files, *manifest.swapped):
+        crc, parts = 0, chunks(folder / file.name, file.bytes)
+        while True:
+            with gate.block():
+                chunk = next(parts, None)
+                crc = zlib.crc32(chunk, crc) if chunk is not None else crc
+            if chunk is None:
+                break
+        if crc != file.crc32:
+            raise BadImage(str(folder / file.name), _DAMAGED)
 
 
 def keep_newest(durable: Path, deployment: str, progress: tuple[int, int]) -> None:

@@ -8,6 +8,7 @@ from plexrl_slurm.core.messages import (
     AnyInstruction,
     Deployment,
     DeploymentPlaced,
+    DurableLost,
     Forget,
     ImagesLeft,
     Persisted,
@@ -85,6 +86,29 @@ class DamagedWorld(NodeWorld):
         if name in self.copies:
             self.spoiled.append(self.copies[name])
 
+    def scrub(self, name: DeploymentId) -> None:
+        """Somebody looks at durable images, and the newest is bad; a newer one is in memory."""
+        image, durable = self.images.get(name), self.durable.get(name)
+        if image is None or durable is None or durable[0] >= image[0] or not self.daemon:
+            return
+        spare = self.spares.get(name)
+        if (spare[0] if spare is not None else (0, 0)) < self.forgotten.get(name, (0, 0)):
+            return
+        self.seen["durable scrubbed"] += 1
+        for known in (self.spares, self.durable, self.known, self.said):
+            known.pop(name, None)
+        if spare is not None:
+            self.durable[name], self.known[name] = spare, spare[0]
+        self.send(
+            DurableLost(
+                deployment=name,
+                durable=self.progress(name),
+                spare=None,
+                at_us=self.now,
+                cause=CAUSE,
+            )
+        )
+
     def left(self, name: DeploymentId) -> ImagesLeft:
         image = self.images.get(name)
         return ImagesLeft(image=image and image[0], durable=self.progress(name))
@@ -118,9 +142,12 @@ class DamagedWorld(NodeWorld):
                     cause=CAUSE,
                 )
             )
+        for each in sorted(self.durable):
+            if self.rng.random() < self.damages:
+                self.scrub(each)
 
     def end_copy(self, name: DeploymentId, copy: Copy) -> None:
-        spoiled = copy in self.spoiled
+        spoiled = any(each is copy for each in self.spoiled)
         if self.copies.get(name) is not copy or not (spoiled or self.rng.random() < self.damages):
             super().end_copy(name, copy)
             return

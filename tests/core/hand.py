@@ -16,6 +16,7 @@ from plexrl_slurm.core.messages import (
     DeploymentMoved,
     DeploymentPlaced,
     Drained,
+    DurableLost,
     Expect,
     Finish,
     Forget,
@@ -136,6 +137,14 @@ class Hand:
     ) -> list[AnyInstruction]:
         there = replace(deployment, wpg=to.id)
         event = DeploymentMoved(deployment=there, image=image, at_us=self.now, cause=CAUSE)
+        return self._then(self.core.handle(event))
+
+    def durable_lost(
+        self, deployment: Deployment, durable: tuple[int, int] | None
+    ) -> list[AnyInstruction]:
+        event = DurableLost(
+            deployment=deployment.id, durable=durable, spare=None, at_us=self.now, cause=CAUSE
+        )
         return self._then(self.core.handle(event))
 
     def persisted(

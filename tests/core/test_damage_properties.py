@@ -57,3 +57,4 @@ def test_no_call_fails_because_an_image_was_damaged_and_the_worlds_see_it() -> N
         for record in world.records.values():
             assert record.finished is not record.call.doomed, f"{record.call} failed"
     assert all(seen[what] > 10 for what in ("damaged", "durable damaged", "Replay", "Forget")), seen
+    assert seen["durable scrubbed"] > 5

@@ -309,3 +309,13 @@ def test_time_until_the_rebuilt_state_is_back_is_the_jobs() -> None:
     assert spent == {
         Activity.DOWN: 20 * SECOND, Activity.SWITCH: 2 * SECOND, Activity.BUSY: 10 * SECOND,
     }  # fmt: skip
+
+
+# -- durable images that turn out to be damaged -------------------------------------------------
+
+
+def test_when_a_durable_image_is_found_damaged_another_copy_is_made() -> None:
+    train = stepped(durable(every=10), steps=2)
+    assert short(train.durable_lost(A, None)) == ["persist a at (5, 0) from train-0"]
+    assert short(train.persisted(A, (5, 0))) == ["forget a below (5, 0)"]
+    assert any("a durable image is damaged" in line for line in train.core.story(A.id))

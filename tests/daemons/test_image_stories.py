@@ -2,6 +2,7 @@
 
 from plexrl_slurm.clock import now_us
 from plexrl_slurm.daemons.image_stories import ImageStories
+from plexrl_slurm.db.image_moves import ImageMove
 from plexrl_slurm.transport import messages as tm
 
 
@@ -50,3 +51,24 @@ def test_a_stretch_of_time_begins_with_where_images_are_then() -> None:
     assert told(stories, since_us) == [("n1", "nvme (seq 3)"), ("n1", "host (seq 3)")]
     stories.forget("a")
     assert told(stories)[-1] == ("n1", "gone") and not stories.of("a") and not stories.of("b")
+
+
+def test_the_next_daemon_goes_on_where_this_one_ends() -> None:
+    written: list[ImageMove] = []
+    first = ImageStories()
+    first.on_move = written.append
+    first.heard("n1", stock("host"))
+    first.heard("n1", stock("host", "nvme"))
+    first.durable("a", (2, 0))
+    second = ImageStories()
+    second.restore(written)
+    second.on_move = written.append
+    second.heard("n1", stock("host", "nvme"))
+    second.durable("a", (2, 0))
+    assert len(written) == 3, "what is as it was is no news"
+    second.heard("n1", stock("nvme"))
+    assert [line["text"] for line in second.of("a")] == [
+        "n1: host (seq 3)", "n1: host (seq 3) and nvme (seq 3)", "durable tier: seq 2",
+        "n1: nvme (seq 3)",
+    ]  # fmt: skip
+    assert told(second)[:3] == told(first)

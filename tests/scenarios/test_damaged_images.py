@@ -232,3 +232,22 @@ def test_a_rank_that_dies_while_it_writes_over_the_older_image_loses_nothing(
         assert marker.exists()
         wait_until(lambda: len(safe.images()) == 2, name="the spare slab to be given back")
         assert safe.flaws() == []
+
+
+def test_the_story_of_an_image_is_there_after_a_restart_of_the_daemon(safe: Partition) -> None:
+    learner = Learner(safe, 0)
+    learner.learn(0, 2)
+
+    def story() -> list[dict[str, Any]]:
+        with safe.client() as client:
+            (found,) = client.explain(learner.job.id)["deployments"]
+        return list(found["images"])
+
+    wait_until(lambda: any("durable tier" in line["text"] for line in story()), name="a story")
+    before = story()
+    wait_until(
+        lambda: len(safe.query("select * from image_moves")) >= len(before), name="it to be written"
+    )
+    safe.kill_daemon()
+    safe.start()
+    assert story()[: len(before)] == before
