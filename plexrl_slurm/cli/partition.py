@@ -166,7 +166,7 @@ def _summary(settings: Settings) -> str:
             wpg.count,
             wpg.gpus,
             wpg.nodes,
-            ", ".join(map(str, wpg.options)) or "-",
+            ", ".join([*wpg.options, *([f"shared ({wpg.shared})"] if wpg.shared else [])]) or "-",
         ]
         for wpg in settings.wpgs
     ]

@@ -249,6 +249,18 @@ def test_sinfo(plexrl: Plexrl, daemon: FakeDaemon) -> None:
     assert "tiny  312,448    float32 512" in long
 
 
+def test_sinfo_shows_whose_gpus_a_wpg_shares_and_which_one_sleeps(
+    plexrl: Plexrl, daemon: FakeDaemon
+) -> None:
+    train, rollout = NODES["wpgs"]
+    rollout = rollout | {"gpus": 0, "shares": "train-0", "state": "asleep"}
+    daemon.answers["GET /nodes"] = NODES | {"wpgs": [train, rollout]}
+    lines = plexrl("sinfo", "-h").stdout.splitlines()
+    assert lines[1].split() == [
+        "rlvr", "rollout-0", "rollout", "-", "of", "train-0", "asleep", "-", "0",
+    ]  # fmt: skip
+
+
 def test_explain_tells_reasons_and_story(plexrl: Plexrl, daemon: FakeDaemon) -> None:
     daemon.jobs = [make_job(1, state="pending")]
     daemon.answers["GET /jobs/1/explain"] = {

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Self
 
 from plexrl_slurm.core.costs import SwitchCosts
 from plexrl_slurm.core.ids import CallId, CauseId
@@ -87,12 +88,12 @@ class Hand:
         self.core = self.make_core()
         self.held()
 
-    def at(self, wpg: Wpg) -> "Hand":
+    def at(self, wpg: Wpg) -> Self:
         """The verbs are about ``wpg`` from now on."""
         self.wpg = wpg
         return self
 
-    def later(self, seconds: float) -> "Hand":
+    def later(self, seconds: float) -> Self:
         self.now += int(seconds * SECOND)
         return self
 

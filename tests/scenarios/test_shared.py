@@ -171,7 +171,7 @@ def test_sinfo_and_explain_tell_who_is_awake_and_who_waits(tmp_path: Path, model
 
 
 def test_memory_that_is_not_given_back_is_told_and_tried_again(tmp_path: Path, model: Path) -> None:
-    full = {"device_left": 50 * MIB}
+    full = {"device_left": 25 * MIB}
     with running(tmp_path, model=model, **(SHARED | {"train": TRAIN | full})) as partition:
         job = Job(partition, seed=1, models=["tiny"])
         training = job.service().create_lora_training_client(base_model="tiny", rank=0).result()
@@ -194,4 +194,6 @@ def test_memory_that_is_not_given_back_is_told_and_tried_again(tmp_path: Path, m
         # The training WPG goes on, and the sample still waits.
         state = training.save_state("s").result()
         assert state.path.endswith("/s")
-        assert not sample.done()
+        assert not sample.future().done()
+        job.cancel()
+        wait_until(lambda: job.row()["state"] == "cancelled", name="the job to end")
