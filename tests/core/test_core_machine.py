@@ -52,6 +52,7 @@ from plexrl_slurm.core.messages import (
     SwitchEnded,
     Tick,
     WakeAt,
+    Wpg,
     WpgDown,
     WpgDraining,
     WpgHeld,
@@ -65,7 +66,7 @@ from tests.core.workloads import ROLLOUT, TRAIN, call, sampled, trained
 
 CAUSE = CauseId("machine")
 SECOND, HOLD_US = 1_000_000, 2_000_000
-WPGS = {TRAIN.id: TRAIN, ROLLOUT.id: ROLLOUT}
+WPGS: dict[str, Wpg] = {TRAIN.id: TRAIN, ROLLOUT.id: ROLLOUT}
 KINDS = st.sampled_from(
     [
         FunctionKind.FORWARD,
@@ -100,7 +101,7 @@ class Core(RuleBasedStateMachine):
         self.moves: dict[str, Switch | SaveImage] = {}
         self.up: dict[str, bool] = {}
         self.draining: set[str] = set()
-        self.charged_us = dict.fromkeys(WPGS, SECOND)
+        self.charged_us: dict[str, int] = dict.fromkeys(WPGS, SECOND)
         #: Writes that took effect on the newest state of each deployment, in order.
         self.effects: dict[DeploymentId, list[tuple[int, int]]] = defaultdict(list)
         for wpg in WPGS.values():
@@ -318,11 +319,10 @@ class Core(RuleBasedStateMachine):
             if isinstance(row, Charge):
                 assert type(row.gpu_us) is int and row.stop_us > row.start_us
                 shares[row.wpg, row.start_us, row.stop_us] += row.gpu_us
-        gpus = {str(wpg.id): wpg.gpus for wpg in WPGS.values()}
         held: dict[str, int] = defaultdict(int)
-        for (wpg, start_us, stop_us), gpu_us in shares.items():
-            assert gpu_us == (stop_us - start_us) * gpus[wpg]
-            held[wpg] += gpu_us
+        for (name, start_us, stop_us), gpu_us in shares.items():
+            assert gpu_us == (stop_us - start_us) * WPGS[name].gpus
+            held[name] += gpu_us
         for name, wpg in WPGS.items():
             assert held[name] == (self.charged_us[name] - self.began_us) * wpg.gpus
 

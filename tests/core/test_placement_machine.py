@@ -19,7 +19,7 @@ class Partition(RuleBasedStateMachine):
 
     @initialize(placement=st.sampled_from(Placement), backfill=st.booleans())
     def begin(self, placement: Placement, backfill: bool) -> None:
-        self.rules = Rules(placement=placement, most=MOST)
+        self.how = Rules(placement=placement, most=MOST)
         self.pools = Pools(
             train_free=TRAIN, rollout_free=ROLLOUT, node_gpus=8, node_bytes=400 * GIB
         )
@@ -71,7 +71,7 @@ class Partition(RuleBasedStateMachine):
             assert first.job in self.backlog.why, "it waits, and nobody says why"
 
     def found(self, wanted: Member) -> Home | Why:
-        return place(wanted, self.pools, self.rules)
+        return place(wanted, self.pools, self.how)
 
     def take(self, new: Member, home: Home) -> None:
         """Whole or nothing: both pools have what it takes, and it is in neither twice."""
@@ -83,7 +83,7 @@ class Partition(RuleBasedStateMachine):
             self.pools.groups[group.number] = group
             self.pools.train_free -= new.train_gpus
         else:
-            assert self.rules.placement is not Placement.ISOLATED
+            assert self.how.placement is not Placement.ISOLATED
             group = self.pools.groups[home.group]
         assert group.gpus == new.train_gpus
         group.members[new.job] = new
@@ -102,7 +102,7 @@ class Partition(RuleBasedStateMachine):
         for group in groups:
             assert 1 <= len(group.members) <= MOST
             assert sum(each.image_bytes for each in group.members.values()) <= group.host_bytes
-            if self.rules.placement is Placement.FIT:
+            if self.how.placement is Placement.FIT:
                 mine = list(group.members.values())
                 for slow, each in zip(slowdowns([m.profile for m in mine]), mine, strict=True):
                     assert slow <= each.max_slowdown + 1e-9 or len(mine) == 1, "a broken promise"
