@@ -10,7 +10,7 @@ PYTEST := $(BIN)/python -m pytest
 FAST := not (engines or postgres or slow or slurm or gpu)
 ARGS ?=
 
-.PHONY: help setup check test demo demo-slurm soak format lint types layers unit marked bless db-revision clean
+.PHONY: help setup check test demo demo-slurm soak nightly format lint types layers unit marked bless db-revision clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -34,6 +34,11 @@ demo-slurm: ## the same on a private Slurm: several users, a node lost, a hold r
 soak: ## eight jobs with memory for two, random kill -9: nobody may differ (SOAK_MINUTES=20; ARGS="--engine deepspeed")
 	@scripts/setup.sh tiny
 	$(BIN)/python -m tests.soak $(ARGS)
+
+# Prints a line every thousand examples. A failure prints what repeats it.
+nightly: setup ## what the scheduler promises, with 10^5 examples each (hours; PLEXRL_EXAMPLES=5000)
+	PLEXRL_EXAMPLES=$${PLEXRL_EXAMPLES:-100000} $(PYTEST) -s -v tests/core/test_*_machine.py tests/core/test_*_properties.py tests/sim/test_run_properties.py $(ARGS)
+	$(BIN)/python -m benchmarks.starvation
 
 format: setup ## rewrite: ruff format and its safe fixes
 	$(BIN)/ruff format .

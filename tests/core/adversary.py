@@ -135,7 +135,8 @@ class Adversary:
         for wpg in (TRAIN, ROLLOUT):
             self._send(WpgHeld(wpg=wpg, at_us=self.now, cause=CAUSE))
             self._send(WpgUp(wpg=wpg.id, at_us=self.now, cause=CAUSE))
-            for manner in [LONG, *ATTACKS[attack](self.rng)]:
+            manners = [LONG, *ATTACKS[attack](self.rng)] if attack in ATTACKS else []
+            for manner in manners:
                 self._at(self.now + self.rng.randint(0, SECOND), self._come, manner, wpg)
 
     def run(self, events: int) -> None:
@@ -151,6 +152,10 @@ class Adversary:
                         self._check(client, ready_us)
 
     # -- clients ----------------------------------------------------------------------------
+
+    def invite(self, manner: Manner, wpg: Wpg) -> None:
+        """One more client, now."""
+        self._at(self.now, self._come, manner, wpg)
 
     def _come(self, manner: Manner, wpg: Wpg) -> None:
         self._jobs += 1

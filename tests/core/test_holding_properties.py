@@ -3,15 +3,14 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from plexrl_slurm.core.holding import HoldPhase, HoldRules, Renewal
+from tests.core.effort import effort
 from tests.core.toy_slurm import RULES, SECOND, SLOTS, ToySlurm, Trouble, is_open
 
-FEW = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
-)
+FEW = effort(60, costs=20)
 SEEDS = st.integers(0, 2**32)
 TROUBLES = st.builds(
     Trouble,
@@ -64,7 +63,7 @@ def test_bounds_are_kept_and_after_trouble_everything_finds_its_place(
         wait_for(world, lambda: lines(world) == rules.min)
 
 
-@settings(FEW, max_examples=12)
+@effort(12, costs=20)
 @given(seed=SEEDS, renewal=st.sampled_from(Renewal), refuses=st.booleans(), room=st.integers(1, 3))
 def test_one_deployment_lives_through_many_limits_on_any_cluster(
     seed: int, renewal: Renewal, refuses: bool, room: int

@@ -2,17 +2,16 @@
 
 from collections import Counter
 
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.core.effort import effort
 from tests.core.nodes import NodeWorld
 from tests.core.test_scheduler_properties import check_outcome
 from tests.core.workloads import ROLLOUT, ROLLOUT_1, TRAIN, TRAIN_1, crowd, sampled, trained
 
 WPGS = (TRAIN, TRAIN_1, ROLLOUT, ROLLOUT_1)
-MANY = settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
-)
+MANY = effort(30, costs=20)
 SEEDS = st.integers(0, 2**32)
 HORIZON = 300
 
@@ -80,7 +79,7 @@ def test_states_answers_and_charges_survive_the_loss_of_nodes(
     )  # fmt: skip
 
 
-@settings(MANY, max_examples=15)
+@effort(15, costs=20)
 @given(seed=SEEDS, losses=st.integers(1, 8), drains=st.integers(0, 4), restarts=st.integers(0, 3))
 def test_no_call_fails_because_a_node_was_lost(
     seed: int, losses: int, drains: int, restarts: int
@@ -90,7 +89,7 @@ def test_no_call_fails_because_a_node_was_lost(
         assert record.finished is not record.call.doomed, f"{record.call} failed"
 
 
-@settings(MANY, max_examples=15)
+@effort(15, costs=20)
 @given(seed=SEEDS, drains=st.integers(1, 6), restarts=st.integers(0, 2))
 def test_a_drain_without_a_durable_tier_loses_nothing(
     seed: int, drains: int, restarts: int

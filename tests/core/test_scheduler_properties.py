@@ -1,13 +1,14 @@
 """Whatever happens, in whatever order: the invariants of the architecture hold."""
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from plexrl_slurm.core.estimates import PRIOR_STEP_US
 from plexrl_slurm.core.ids import CallId, CauseId
 from plexrl_slurm.core.messages import WRITES, Activity, FunctionKind, Pool, Switch
 from plexrl_slurm.core.policy import POLICIES
+from tests.core.effort import effort
 from tests.core.harness import MS, SECOND, World, chain
 from tests.core.workloads import (
     ROLLOUT,
@@ -21,9 +22,7 @@ from tests.core.workloads import (
 )
 
 CREATE = FunctionKind.CREATE
-FEW = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
-)
+FEW = effort(60, costs=20)
 SEEDS = st.integers(0, 2**32)
 NAMES = st.sampled_from(sorted(POLICIES))
 
@@ -96,7 +95,7 @@ def test_the_same_events_give_the_same_instructions(seed: int, policy: str) -> N
     assert log == world.log
 
 
-@settings(FEW, max_examples=25)
+@effort(25, costs=20)
 @given(seed=SEEDS, policy=NAMES, k=st.integers(2, 5), greedy=st.integers(10, 400))
 def test_nobody_waits_longer_than_the_bound(seed: int, policy: str, k: int, greedy: int) -> None:
     world = World(seed, policy=policy, wpgs=(TRAIN, ROLLOUT), unit_us=100 * MS)

@@ -1,0 +1,93 @@
+"""Any trace: every job ends, alone as if it were alone, and none trains on old weights."""
+
+from collections import defaultdict
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plexrl_slurm.core.ids import JobId
+from plexrl_slurm.core.messages import FunctionKind
+from plexrl_slurm.core.policy import POLICIES
+from plexrl_slurm.sim.cluster import PLACEMENTS, Cluster, Plan
+from plexrl_slurm.sim.run import simulate
+from plexrl_slurm.sim.trace import TraceJob
+from plexrl_slurm.sim.world import World
+from tests.core.effort import effort, tried
+from tests.sim.traces import job
+
+CLUSTER = Cluster(train_gpus=32, rollout_gpus=32)
+
+
+def made(number: int, draw: tuple[str, int, int, int, float, float, int]) -> TraceJob:
+    mode, steps, gpus, micro_steps, rollout_s, sigma, submit_us = draw
+    return job(
+        f"j{number}", mode=mode, steps=steps, seed=number, submit_us=submit_us, train__gpus=gpus,
+        phases__fwdbwd_s__count=micro_steps, phases__rollout_s__median=rollout_s,
+        phases__rollout_s__sigma=sigma, fail_step=None if steps % 3 else 2,
+    )  # fmt: skip
+
+
+JOBS = st.tuples(
+    st.sampled_from(["sync", "async1"]), st.integers(1, 9), st.sampled_from([8, 8, 16]),
+    st.integers(1, 4), st.sampled_from([0.0, 5.0, 70.0]), st.sampled_from([0.0, 0.5]),
+    st.integers(0, 900_000_000),
+)  # fmt: skip
+TRACES = st.lists(JOBS, min_size=1, max_size=7).map(
+    lambda drawn: [made(number, each) for number, each in enumerate(drawn)]
+)
+
+
+class Watched(World):
+    """Sees with which weights each rollout begins."""
+
+    def __init__(self, *args: object, **options: object) -> None:
+        super().__init__(*args, **options)  # type: ignore[arg-type]
+        self.lags: dict[JobId, list[int]] = defaultdict(list)
+        self.versions: dict[JobId, list[int]] = defaultdict(list)
+
+    def call(self, job: JobId, kind: FunctionKind, seq: int, length_us: int) -> None:
+        if kind is FunctionKind.SAMPLE:
+            published = self._controllers[job].steps
+            self.lags[job].append(seq - published)
+            self.versions[job].append(published)
+        super().call(job, kind, seq, length_us)
+
+
+@effort(25, costs=20)
+@given(
+    trace=TRACES, policy=st.sampled_from(sorted(POLICIES)), seed=st.integers(0, 99),
+    losses=st.sampled_from([0.0, 0.0, 0.5]),
+)  # fmt: skip
+def test_every_job_ends_and_trains_on_weights_one_step_old_at_most(
+    trace: list[TraceJob], policy: str, seed: int, losses: float
+) -> None:
+    plan = Plan(policy=policy, seed=seed, node_loss_hours=losses, restart_us=1_000_000)
+    world = Watched(sorted(trace, key=lambda each: (each.submit_us, each.id)), CLUSTER, plan)
+    world.run()
+    for number, record in world.records.items():
+        assert record.end_us >= record.start_us >= record.submit_us
+        ahead = 1 if record.job.trace.overlaps else 0
+        assert len(world.lags[number]) == record.job.trace.length
+        assert all(0 <= lag <= ahead for lag in world.lags[number])
+        assert world.versions[number] == sorted(world.versions[number]), "versions never go back"
+    assert sum(world.gpu_us.values()) == sum(world._group_us.values()) + sum(
+        record.own_gpu_us for record in world.records.values()
+    )
+    tried("traces")
+
+
+@effort(15, costs=20)
+@given(
+    drawn=JOBS, policy=st.sampled_from(sorted(POLICIES)), placement=st.sampled_from([*PLACEMENTS])
+)
+def test_alone_a_job_takes_exactly_what_it_takes_alone(
+    drawn: tuple[str, int, int, int, float, float, int], policy: str, placement: str
+) -> None:
+    ran = simulate(
+        [made(1, drawn)], CLUSTER, placement=placement, plan=replace(Plan(), policy=policy)
+    )
+    (record,) = ran.world.records.values()
+    assert record.end_us - record.start_us == record.job.alone_us()
+    assert ran.figures.efficiency == 1.0
+    tried("alone")
