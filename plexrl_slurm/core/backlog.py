@@ -29,6 +29,8 @@ class Backlog:
     guard_us: int = 72 * HOUR_US
     #: Most jobs that one pass looks at.
     depth: int = 64
+    #: With backfill: those that join a group before those that need a new one.
+    joins_first: bool = False
     jobs: dict[JobId, Waiting] = field(default_factory=dict)
     #: What stood in the way when a job was last looked at.
     why: dict[JobId, Why] = field(default_factory=dict)
@@ -55,17 +57,37 @@ class Backlog:
         """
         order = sorted(self.jobs.values(), key=lambda w: (-w.priority, w.since_us, w.member.job))
         failed: dict[tuple[int, int], Why] = {}
+        later: list[Waiting] = []
         for waiting in order[: self.depth]:
-            member = waiting.member
-            shape = (member.train_gpus, member.rollout_gpus)
-            answer = failed.get(shape) or place(member)
+            overdue = at_us - waiting.since_us >= self.guard_us
+            answer = self._look(waiting.member, failed, place)
             if isinstance(answer, Home):
-                del self.jobs[member.job]
-                self.why.pop(member.job, None)
-                take(member, answer)
-                continue
+                if answer.group is None and self.joins_first and self.backfill and not overdue:
+                    later.append(waiting)
+                else:
+                    self._take(waiting.member, answer, take)
+            elif not self.backfill or overdue:
+                break
+        for waiting in later:
+            answer = self._look(waiting.member, failed, place)
+            if isinstance(answer, Home):
+                self._take(waiting.member, answer, take)
+
+    def _look(
+        self,
+        member: Member,
+        failed: dict[tuple[int, int], Why],
+        place: Callable[[Member], Home | Why],
+    ) -> Home | Why:
+        shape = (member.train_gpus, member.rollout_gpus)
+        answer = failed.get(shape) or place(member)
+        if not isinstance(answer, Home):
             self.why[member.job] = answer
             if answer in (Why.TRAIN_GPUS, Why.ROLLOUT_GPUS):
                 failed[shape] = answer
-            if not self.backfill or at_us - waiting.since_us >= self.guard_us:
-                break
+        return answer
+
+    def _take(self, member: Member, home: Home, take: Callable[[Member, Home], None]) -> None:
+        del self.jobs[member.job]
+        self.why.pop(member.job, None)
+        take(member, home)
