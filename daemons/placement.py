@@ -210,12 +210,12 @@ class Placer:
 
     def _resident(self, job: LiveJob) -> Applicant:
         """A job with what lives of it now, or what it has declared and not created yet."""
-        specs = [self._models[name] for name in job.models if name in self._models]
-        live = [
-            self._models[d.model].train_bytes
-            for d in self._state.deployments.values()
-            if d.job == job.id and not d.dropped
+        trains = [
+            d.model for d in self._state.deployments.values() if d.job == job.id and not d.dropped
         ]
+        names = job.models or tuple(dict.fromkeys(trains))
+        specs = [self._models[name] for name in names if name in self._models]
+        live = [self._models[name].train_bytes for name in trains]
         declared = {pool: [size for where, size in job.declared if where is pool] for pool in Pool}
         weights = {
             snapshot.model: self._models[snapshot.model].weights_bytes
