@@ -12,7 +12,13 @@ from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.costs import SwitchCosts
 from plexrl_slurm.core.ids import CauseId, JobId
 from plexrl_slurm.core.learning import Learned, Learner
-from plexrl_slurm.core.messages import AnyEvent, AnyInstruction, Pool
+from plexrl_slurm.core.messages import (
+    AnyEvent,
+    AnyInstruction,
+    DeploymentPlaced,
+    Expected,
+    Pool,
+)
 from plexrl_slurm.core.policy import Policy
 from plexrl_slurm.core.profiles import Guess, Habits
 from plexrl_slurm.daemons.placement import Placer
@@ -43,9 +49,13 @@ class LearningCore(JournalledCore):
         self.learner = Learner()
         #: Called when a step of a job was measured.
         self.on_step: Callable[[JobId], None] = lambda _job: None
+        #: What is believed of a job that comes.
+        self.expected_of: Callable[[JobId], Expected | None] = lambda _job: None
         self._learns = True
 
     def handle(self, event: AnyEvent) -> list[AnyInstruction]:
+        if isinstance(event, DeploymentPlaced) and event.expected is None:
+            event = replace(event, expected=self.expected_of(event.deployment.job))
         out = super().handle(event)
         self._watch(event, event.at_us, out)
         return out
@@ -135,6 +145,17 @@ class HabitBook:
             if name == model and (best is None or rank >= best[0]):
                 best = (rank, known)
         return None if best is None else best[1]
+
+    def expected_of(self, job_id: JobId) -> Expected | None:
+        """For the scheduler's estimates; ``None``: nobody knows anything."""
+        job = self._state.jobs.get(job_id)
+        if job is None:
+            return None
+        if (own := self._own.get(job_id)) is not None:
+            return own.expected()
+        model = job.models[0] if job.models else ""
+        known = self._like(job, model, self._gpus(job))
+        return None if known is None else known.learned.expected()
 
     def source(self, job: LiveJob) -> str:
         """Where what is believed of it comes from, for people."""

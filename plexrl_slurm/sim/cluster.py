@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from plexrl_slurm.core.backlog import HOUR_US
 from plexrl_slurm.core.errors import BadInput
 from plexrl_slurm.core.grouping import Placement, Rules
+from plexrl_slurm.core.placements import PLACEMENTS as PLACEMENTS
 
 GB = 10**9
 NODE_GPUS = 8
@@ -58,17 +59,6 @@ class Plan:
     #: From the loss of a node to its WPG with a new one.
     restart_us: int = 300_000_000
     seed: int = 1
-
-
-#: Placements by the name on the command line, and whether they fill gaps out of order.
-PLACEMENTS: dict[str, tuple[Placement, bool]] = {
-    "isolated": (Placement.ISOLATED, False),
-    "isolated_backfill": (Placement.ISOLATED, True),
-    "pack": (Placement.PACK, False),
-    "spread": (Placement.SPREAD, False),
-    "spread_backfill": (Placement.SPREAD, True),
-    "fit": (Placement.FIT, True),
-}
 
 
 def find(name: str) -> tuple[Placement, bool]:

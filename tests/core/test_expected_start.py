@@ -42,13 +42,13 @@ def starts(
 ) -> dict[int, Expected]:  # fmt: skip
     urgent = priority or {}
     found = expected_starts(
-            waiting,
-            ends_us={JobId(job): end for job, end in ends.items()},
-            now_us=now_us,
-            rules=rules,
-            priority=lambda job, at_us: urgent.get(job, 0.0),
-            room=Counted(slots, len(ends), kept_out),
-        )
+        waiting,
+        ends_us={JobId(job): end for job, end in ends.items()},
+        now_us=now_us,
+        rules=rules,
+        priority=lambda job, at_us: urgent.get(job, 0.0),
+        room=Counted(slots, len(ends), kept_out),
+    )
     return {int(job): each for job, each in found.items()}
 
 
