@@ -11,7 +11,7 @@ from typing import Final, TypeAlias
 from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.errors import Denied, InvalidTransition, ModelTooLarge, UnknownModel
 from plexrl_slurm.core.ids import JobId
-from plexrl_slurm.core.limits import Held, HeldKind
+from plexrl_slurm.core.limits import Held, HeldKind, Qos
 from plexrl_slurm.core.obstacles import ObstacleKind
 from plexrl_slurm.core.states import JobState
 from plexrl_slurm.core.turns import End, Walk
@@ -29,8 +29,13 @@ log = logging.getLogger(__name__)
 
 #: Numbers in a sentence change all the time: they are written anew no more often than this.
 WRITE_US: Final = 10_000_000
+#: Reasons that one walk writes; a transaction is not to be long.
+MOST_WRITES: Final = 100
+#: After a walk, so many times as long as it took, there is none: thousands of jobs may wait.
+PAUSE: Final = 4
 
 Waits: TypeAlias = tuple[Wait, ...]
+_NOBODY: Final[Waits] = ()
 
 
 class Turns:
@@ -46,12 +51,21 @@ class Turns:
     ) -> None:
         self._parts, self._standings = parts, standings
         self._admit, self._give_up = admit, give_up
-        #: When each job's obstacles were written.
-        self._written_us: dict[JobId, int] = {}
+        #: Kinds of obstacles that each job's story has last, and when they were written.
+        self._told: dict[JobId, tuple[tuple[str, ...], int]] = {}
+        self._not_before_us = 0
 
     async def look(self) -> None:
-        """One pass along the queue."""
-        at_us, parts = now_us(), self._parts
+        """One pass along the queue, unless the last one took long and has just been."""
+        at_us = now_us()
+        if at_us < self._not_before_us <= at_us + 60_000_000:
+            return
+        await self._walk(at_us)
+        done_us = now_us()
+        self._not_before_us = done_us + PAUSE * (done_us - at_us)
+
+    async def _walk(self, at_us: int) -> None:
+        parts = self._parts
         rows = await parts.store.run(queue.living, parts.settings.partition)
         for row in rows:
             if row.owner == str(parts.epoch) and JobId(row.id) not in parts.state.jobs:
@@ -66,7 +80,7 @@ class Turns:
         walk: Walk[Waits] = Walk(self._standings.queue.turns, at_us)
         waits: dict[JobId, tuple[JobRow, Waits]] = {}
         oldest_us: int | None = None
-        stopper = ""
+        stopper, behind = "", _NOBODY
         for standing in self._standings.in_order(waiting, at_us):
             row = standing.row
             if (known := parts.state.jobs.get(JobId(row.id))) is not None:
@@ -75,10 +89,12 @@ class Turns:
             if (held := self._standings.holds(row, tally)) is not None:
                 waits[JobId(row.id)] = (row, (held,))
                 continue
-            job = live_job(row, self._standings.qos(row))
-            if walk.ended is not None and not self._passes(job, walk.ended):
-                waits[job.id] = (row, (self._behind(walk.ended, stopper),))
+            qos = self._standings.qos(row)
+            if walk.ended is not None and not self._passes(qos, walk.ended):
+                behind = behind or (self._behind(walk.ended, stopper),)
+                waits[JobId(row.id)] = (row, behind)
                 continue
+            job = live_job(row, qos)
             shape = self._shape(row, job)
             try:
                 obstacles = walk.look(shape) or self._place(job, row)
@@ -101,9 +117,9 @@ class Turns:
         parts.state.waiting_since_us = oldest_us
         await self._say(waits, at_us)
 
-    def _passes(self, job: LiveJob, end: End) -> bool:
+    def _passes(self, qos: Qos, end: End) -> bool:
         """Room was set aside for some, and they wait for nobody else's."""
-        return job.reserved and self._standings.queue.reservation.any and end is not End.DEPTH
+        return qos.reserved and self._standings.queue.reservation.any and end is not End.DEPTH
 
     def _place(self, job: LiveJob, row: JobRow) -> Waits:
         """Give it homes, or say what is in the way."""
@@ -170,21 +186,23 @@ class Turns:
 
     async def _say(self, waits: dict[JobId, tuple[JobRow, Waits]], at_us: int) -> None:
         """Write down why they wait, where that is news."""
-        state = self._parts.state
         changes: list[tuple[JobId, list[str], bool]] = []
         for job, (row, obstacles) in waits.items():
             sentences = [each.sentence for each in obstacles]
-            before = state.obstacles.get(job)
-            if list(row.obstacles) == sentences:
+            kinds = tuple(str(each.kind) for each in obstacles)
+            told = self._told.get(job)
+            if row.obstacles == sentences:
+                self._told.setdefault(job, (kinds, 0))
                 continue
-            # A new daemon knows no kinds: what an earlier one wrote is as good as news.
-            new = before is None or [e.kind for e in before] != [e.kind for e in obstacles]
-            if new or at_us - self._written_us.get(job, 0) >= WRITE_US:
+            new = told is None or told[0] != kinds
+            if new or told is None or at_us - told[1] >= WRITE_US:
                 changes.append((job, sentences, new))
-                self._written_us[job] = at_us
-        state.obstacles = {job: obstacles for job, (_, obstacles) in waits.items()}
-        for gone in self._written_us.keys() - waits.keys():
-            del self._written_us[gone]
+                self._told[job] = (kinds, at_us)
+            if len(changes) == MOST_WRITES:
+                break
+        self._parts.state.obstacles = {job: obstacles for job, (_, obstacles) in waits.items()}
+        for gone in self._told.keys() - waits.keys():
+            del self._told[gone]
         if changes:
             await self._parts.store.run(_write, changes, at_us)
 

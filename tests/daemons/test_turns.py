@@ -84,6 +84,7 @@ class Queue:
     async def look(self) -> list[JobId]:
         """Jobs that got a place, in their order."""
         before = len(self.bench.slurm.told)
+        self.intake._turns._not_before_us = 0
         await self.intake._turns.look()
         told = self.bench.slurm.told[before:]
         rows = {row.slurm_id: JobId(row.id) for row in await self.bench.rows()}
