@@ -149,6 +149,11 @@ def test_who_has_used_more_than_the_share_waits_for_who_has_not(
         answer = await q.bench.service.priorities(USERS["a"])
         assert [each["job_id"] for each in answer["jobs"]] == [mine]
         (waits,) = answer["jobs"]
+        told = (await q.bench.service.explain_job(USERS["a"], mine))["sentences"]
+        assert told[0] == "no room on train-0"
+        assert told[1].startswith(
+            f"it is the first in the queue; its priority is {waits['priority']}"
+        )
         assert waits["factors"]["fairshare"] < 1
         assert waits["priority"] == sum(waits["parts"].values())
 

@@ -123,6 +123,7 @@ def test_the_account_that_has_used_less_goes_first_and_all_commands_tell_it(
     assert "(QOSGrpJobsLimit)" in plexrl(partition, "squeue").stdout
     told = plexrl(partition, "explain", again.slurm_id).stdout
     assert "qos normal has 1 job running, and max_jobs is 1" in told
+    assert "1 job goes before it in the queue; its priority is" in told
 
     starts = asked(partition, "squeue", "--start")
     assert [each["slurm_id"] for each in starts] == [other.slurm_id, again.slurm_id]
