@@ -170,6 +170,7 @@ class Daemon:
         parts.habits = HabitBook(
             partition=config.partition, guess=config.sharing.guess, writer=writer, state=state
         )
+        parts.placer.journal = core.placed
         parts.habits.inform(parts.placer, core.learner)
         core.on_step = parts.habits.stepped
         await parts.habits.read(store)

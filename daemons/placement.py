@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
-from plexrl_slurm.core.admission import Placement, place
+from plexrl_slurm.core.admission import Asked, Placement
 from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import BadInput, ModelTooLarge, UnknownModel
 from plexrl_slurm.core.grouping import Placement as Way
@@ -23,6 +23,7 @@ from plexrl_slurm.settings import Settings, WpgSettings
 HabitsOf = Callable[[LiveJob, str, int], Habits]
 
 
+Answer = Placement | tuple[Obstacle, ...]
 _KEPT_FREE = Obstacle(
     kind=ObstacleKind.RESERVATION,
     sentence="what is free is kept for jobs of a reserved qos: wait, or ask for such a qos",
@@ -45,6 +46,9 @@ class Placer:
         self.habits_of: HabitsOf = lambda _job, _model, _gpus: guessed
         #: When a job is expected to end.
         self.ends_of: Callable[[LiveJob], int | None] = lambda _job: None
+        #: Told of every placement that was decided, and on what.
+        self.journal: Callable[[Asked, Answer], None] = lambda _asked, _found: None
+        self._asked: Asked | None = None
         self.rules = settings.sharing.rules
         self._reservation = settings.queue.reservation
         self._promise = settings.sharing.max_slowdown
@@ -69,6 +73,9 @@ class Placer:
         has lost a model since.
         """
         found = self.would_place(job, models)
+        before = [each.kind for each in self._state.obstacles.get(job.id, ())]
+        if isinstance(found, Placement) or [each.kind for each in found] != before:
+            self._note(found)
         if not isinstance(found, Placement):
             more = Obstacle(kind=ObstacleKind.NO_WPG, sentence=self.why_no_more)
             return (*found, more) if self.why_no_more else found
@@ -94,8 +101,11 @@ class Placer:
         found = self._place(who, seen, self.rules)
         if isinstance(found, Placement) or seen is whole:
             return found
-        free = self._place(who, whole, self.rules)
-        return (_KEPT_FREE,) if isinstance(free, Placement) else free
+        found = self._place(who, whole, self.rules)
+        if not isinstance(found, Placement):
+            return found
+        self._asked = None  # no placement: nothing to decide again
+        return (_KEPT_FREE,)
 
     def home(self, job: LiveJob, pool: Pool, model: ModelSpec) -> WpgId:
         """The job's WPG in ``pool``. Raises ``BadInput`` where there is none with room, and
@@ -109,6 +119,7 @@ class Placer:
             found = self._where_least(who, self._seen_by(job, self.partition()), pool)
             if not isinstance(found, Placement):
                 raise BadInput("; ".join(obstacle.sentence for obstacle in found))
+            self._note(found)
             job.homes[pool] = found.homes[pool]
             if model.name not in job.models:
                 job.models = (*job.models, model.name)
@@ -123,7 +134,10 @@ class Placer:
         if not who.images(pool):
             return None
         found = self._where_least(who, self.partition(but=job, pool=pool), pool)
-        return found.homes[pool] if isinstance(found, Placement) else None
+        if not isinstance(found, Placement):
+            return None
+        self._note(found)
+        return found.homes[pool]
 
     def partition(
         self,
@@ -184,9 +198,17 @@ class Placer:
         *,
         pools: Sequence[Pool] = tuple(Pool),
     ) -> Placement | tuple[Obstacle, ...]:
+        asked = self._asked = Asked(
+            who=who,
+            sites=tuple(partition.sites),
+            settled=tuple(partition.settled),
+            rules=rules,
+            pools=tuple(pools),
+        )
         try:
-            return place(who, partition, rules, pools=pools)
+            return asked.answer()
         except ModelTooLarge:
+            self._asked = None  # what follows is not the core's
             if not all(self._may_fit(image, pool) for pool in pools for image in who.images(pool)):
                 raise
         return tuple(
@@ -198,6 +220,12 @@ class Placer:
             for pool in pools
             for name in who.models
         )
+
+    def _note(self, found: Answer) -> None:
+        """The last answer of the core's has been acted upon."""
+        asked, self._asked = self._asked, None
+        if asked is not None:
+            self.journal(asked, found)
 
     def _applicant(self, job: LiveJob, models: Sequence[ModelSpec]) -> Applicant:
         main = models[0].name if models else ""

@@ -1,8 +1,9 @@
 """What the scheduler was told and what it decided: enough to decide it all again.
 
 A journal is JSON Lines. The first line says how the core was made; every other is an array: the
-verb (``handle`` or ``plan``), its argument, and the instructions that came of it. A core made the
-same and told the same must decide the same: it has no clock, no randomness and no I/O.
+verb (``handle`` or ``plan``), its argument, and the instructions that came of it; or ``place``, all
+that a placement was decided on, and where the job went or what is in its way. A core made the same
+and told the same must decide the same: it has no clock, no randomness and no I/O.
 """
 
 import contextlib
@@ -12,10 +13,12 @@ from typing import Any, BinaryIO, Final, get_args
 
 import msgspec
 
+from plexrl_slurm.core.admission import Asked, Placement
 from plexrl_slurm.core.costs import SwitchCosts
 from plexrl_slurm.core.errors import BadInput, BadScript
 from plexrl_slurm.core.ids import CauseId
 from plexrl_slurm.core.messages import AnyEvent, AnyInstruction
+from plexrl_slurm.core.obstacles import Obstacle
 from plexrl_slurm.core.policy import Policy, find_policy
 from plexrl_slurm.core.scheduler import SchedulerCore
 
@@ -57,6 +60,10 @@ class JournalledCore(SchedulerCore):
         out = super().plan(at_us, cause)
         self._write(["plan", at_us, cause, _named(out)])
         return out
+
+    def placed(self, asked: Asked, found: Placement | tuple[Obstacle, ...]) -> None:
+        """A job got its homes, or found none; the core itself is not asked."""
+        self._write(["place", asked, found])
 
     def close(self) -> None:
         """Nothing more is written."""
@@ -102,14 +109,16 @@ def replay(path: Path) -> Iterator[int]:
             if verb == "handle":
                 name, fields = told
                 event = msgspec.convert(fields, _EVENTS[name])
-                out = core.handle(event)
+                decided: Any = _named(core.handle(event))
             elif verb == "plan":
-                out = core.plan(told[0], CauseId(told[1]))
+                decided = _named(core.plan(told[0], CauseId(told[1])))
+            elif verb == "place":
+                decided = msgspec.convert(told[0], Asked, str_keys=True).answer()
             else:
                 raise ValueError(f"unknown verb {verb!r}")
         except (msgspec.MsgspecError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise BadScript(str(path), number, f"is no line of a journal: {error}") from error
-        now = msgspec.json.decode(msgspec.json.encode(_named(out)))
+        now = msgspec.json.decode(msgspec.json.encode(decided))
         if now != said:
             raise BadInput(
                 f"{path}:{number}: decided then {_text(said)}, and now {_text(now)}: this is "

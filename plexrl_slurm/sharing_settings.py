@@ -33,7 +33,7 @@ class SharingSettings:
     #: Most of a WPG's time that jobs may be expected to ask for together, with ``fit``.
     max_load: float = 0.95
     #: Of what a promise leaves, so much may be predicted to be used up.
-    margin: float = 1.0
+    margin: float = 0.9
     #: Jobs move to other WPGs when promises are predicted to break.
     regroup: bool = True
     #: No job moves twice within so long.

@@ -1,19 +1,24 @@
 """Journals: what a core decided is decided again."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
 from plexrl_slurm import journal
+from plexrl_slurm.core.admission import Asked, Placement
 from plexrl_slurm.core.costs import SwitchCosts
 from plexrl_slurm.core.errors import BadInput, BadScript
 from plexrl_slurm.core.ids import CauseId
-from plexrl_slurm.core.messages import AnyEvent, RunEnded
+from plexrl_slurm.core.messages import AnyEvent, Pool, RunEnded
 from plexrl_slurm.core.policy import find_policy
 from plexrl_slurm.core.scheduler import SchedulerCore
+from plexrl_slurm.core.sites import Settled
 from plexrl_slurm.journal import JournalledCore, replay
 from tests.core.harness import World
+from tests.core.test_admission import FIT, SITES, uses
+from tests.core.test_admission import job as a_job
 from tests.core.workloads import ROLLOUT, TRAIN, crowd
 
 
@@ -122,3 +127,37 @@ def test_a_folder_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
 def test_every_event_is_known_by_its_name() -> None:
     assert journal._EVENTS["RunEnded"] is RunEnded
     assert set(journal._EVENTS) == {kind.__name__ for kind in get_args(AnyEvent)}
+
+
+def placements(path: Path) -> None:
+    """Write the journal of jobs that come until one has to wait."""
+    core = JournalledCore(find_policy("atc_h"), path=path, prior=SwitchCosts())
+    settled: list[Settled] = []
+    for number in range(1, 9):
+        asked = Asked(
+            who=a_job(number, uses(train=20, sample=8), ends_us=number),
+            sites=(*SITES, replace(SITES[0], nvme_bytes=1 << 40)),
+            settled=tuple(settled),
+            rules=FIT,
+            pools=tuple(Pool),
+        )
+        found = asked.answer()
+        core.placed(asked, found)
+        if not isinstance(found, Placement):
+            break
+        settled.append(Settled(who=asked.who, homes=found.homes))
+    core.close()
+
+
+def test_placements_are_decided_again_and_another_one_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "1.jsonl"
+    placements(path)
+    lines = path.read_bytes().split(b"\n")
+    assert len(list(replay(path))) == len(lines) - 2 >= 3
+    assert b'"promise"' in lines[-2]  # the last one had to wait
+    other = lines[1].replace(b'"homes":{"rollout":"rollout-0"', b'"homes":{"rollout":"rollout-9"')
+    assert other != lines[1]
+    with pytest.raises(BadInput, match=r":2: decided then .*rollout-9.*, and now .*rollout-0"):
+        list(replay(changed(path, 2, other)))
+    with pytest.raises(BadScript, match="is no line of a journal"):
+        list(replay(changed(path, 2, b'["place",{"who":1},{}]')))

@@ -60,8 +60,16 @@ def _hardware(command: Any) -> Any:
             help="Mean time between losses of a node; 0: none is lost.",
         ),
         click.option(
-            "--margin", type=click.FloatRange(0, 2), default=1.0, show_default=True,
+            "--margin", type=click.FloatRange(0, 2), default=0.9, show_default=True,
             help="Share of a promised slowdown that fit lets a prediction use.",
+        ),
+        click.option(
+            "--widest", type=click.FloatRange(1), default=2.0, show_default=True, metavar="TIMES",
+            help="A job may train on a WPG so many times as large as it asked; 1: on no other.",
+        ),
+        click.option(
+            "--scaling", type=click.FloatRange(0, 1), default=0.8, show_default=True,
+            help="Share of a training phase that gets shorter with more GPUs.",
         ),
     ):  # fmt: skip
         command = option(command)
@@ -251,6 +259,8 @@ def _runs(
             guard_us=int(given["guard_hours"] * _HOUR_US),
             guess_sigma=given["guess_sigma"],
             node_loss_hours=given["node_loss_hours"],
+            widest=given["widest"],
+            scaling=given["scaling"],
             seed=given["seed"],
         )
         name = f"{placement} + {policy} ({number} of {len(pairs)})"

@@ -20,6 +20,7 @@ from plexrl_slurm.core.obstacles import Obstacle
 from plexrl_slurm.core.sites import (
     Applicant,
     Partition,
+    Settled,
     Site,
     allowance,
     broken,
@@ -37,6 +38,22 @@ class Placement:
     """A home in every pool that was asked for."""
 
     homes: Mapping[Pool, WpgId]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """Everything that an answer of :func:`place` depends on; for a journal."""
+
+    who: Applicant
+    sites: tuple[Site, ...]
+    settled: tuple[Settled, ...]
+    rules: Rules
+    pools: tuple[Pool, ...]
+
+    def answer(self) -> Placement | tuple[Obstacle, ...]:
+        """What :func:`place` says to it."""
+        partition = Partition(sites=self.sites, settled=self.settled)
+        return place(self.who, partition, self.rules, pools=self.pools)
 
 
 def place(

@@ -29,6 +29,8 @@ class Backlog:
     guard_us: int = 72 * HOUR_US
     #: Most jobs that one pass looks at.
     depth: int = 64
+    #: With backfill: those that join a group before those that need a new one.
+    joins_first: bool = False
     jobs: dict[JobId, Waiting] = field(default_factory=dict)
     #: What stood in the way when a job was last looked at.
     why: dict[JobId, Why] = field(default_factory=dict)
@@ -63,17 +65,35 @@ class Backlog:
         )
         rules = TurnRules(backfill=self.backfill, guard_us=self.guard_us, depth=self.depth)
         walk: Walk[Why] = Walk(rules, at_us)
+        later: list[Waiting] = []
         for waiting in order:
             if walk.ended is not None:
                 break
-            member = waiting.member
-            shape = (member.train_gpus, member.rollout_gpus)
-            answer = walk.look(shape) or place(member)
+            overdue = at_us - waiting.since_us >= self.guard_us
+            answer = self._look(waiting, walk, place)
             if isinstance(answer, Home):
-                del self.jobs[member.job]
-                self.why.pop(member.job, None)
-                take(member, answer)
-                continue
+                if answer.group is None and self.joins_first and self.backfill and not overdue:
+                    later.append(waiting)
+                else:
+                    self._take(waiting.member, answer, take)
+        for waiting in later:
+            answer = self._look(waiting, walk, place)
+            if isinstance(answer, Home):
+                self._take(waiting.member, answer, take)
+
+    def _look(
+        self, waiting: Waiting, walk: Walk[Why], place: Callable[[Member], Home | Why]
+    ) -> Home | Why:
+        member = waiting.member
+        shape = (member.train_gpus, member.rollout_gpus)
+        answer = walk.look(shape) or place(member)
+        if not isinstance(answer, Home):
             self.why[member.job] = answer
             lasts = answer in (Why.TRAIN_GPUS, Why.ROLLOUT_GPUS)
             walk.fails(answer, since_us=waiting.since_us, shape=shape if lasts else None)
+        return answer
+
+    def _take(self, member: Member, home: Home, take: Callable[[Member, Home], None]) -> None:
+        del self.jobs[member.job]
+        self.why.pop(member.job, None)
+        take(member, home)

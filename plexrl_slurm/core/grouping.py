@@ -1,11 +1,13 @@
 """Which jobs share a training WPG: placement policies over groups of one shape. Pure.
 
 A *group* is a training WPG and the jobs that live on it; the pool's GPUs that are in no group
-are free. Every job also takes rollout GPUs of its own. All or nothing.
+are free. Every job also takes rollout GPUs of its own. All or nothing. A job asks for a shape,
+and may say which other shapes would do: then it joins a group of one of those rather than have
+a WPG of its own.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final
 
@@ -28,8 +30,24 @@ class Member:
     #: Its training image.
     image_bytes: int
     profile: Profile
-    #: The slowdown that it was promised.
+    #: The slowdown that it was promised, against itself alone on ``train_gpus``.
     max_slowdown: float
+    #: Other sizes of a training WPG that would do, and how long its phase lasts there, as a
+    #: part of its phase on ``train_gpus``.
+    shapes: tuple[tuple[int, float], ...] = ()
+
+    def on(self, gpus: int) -> Profile | None:
+        """Its profile on a WPG of that size; ``None``: that would not do."""
+        if gpus == self.train_gpus:
+            return self.profile
+        factor = self.factor(gpus)
+        return stretched(self.profile, factor, self.train_gpus / gpus) if factor else None
+
+    def factor(self, gpus: int) -> float:
+        """How long its phase lasts there, as a part of that on ``train_gpus``; 0: not at all."""
+        if gpus == self.train_gpus:
+            return 1.0
+        return next((factor for size, factor in self.shapes if size == gpus), 0.0)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -41,6 +59,25 @@ class Group:
     #: Bytes of images that its nodes can keep.
     host_bytes: int
     members: dict[JobId, Member] = field(default_factory=dict)
+
+
+def stretched(profile: Profile, phase: float, switch: float) -> Profile:
+    """``profile`` with the phase, and the switch, so many times as long."""
+    phase_us, switch_us = int(profile.phase_us * phase), int(profile.switch_us * switch)
+    away_us = profile.slack_us + profile.phase_us if profile.overlaps else profile.step_us
+    if profile.overlaps:
+        # What is not covered by the rollout makes the step.
+        step_us = max(phase_us, profile.step_us if profile.slack_us else away_us)
+    else:
+        step_us = profile.step_us - profile.phase_us + phase_us
+    return replace(
+        profile,
+        step_us=max(1, step_us),
+        phase_us=phase_us,
+        function_us=int(profile.function_us * phase),
+        switch_us=switch_us,
+        slack_us=max(0, away_us - phase_us) if profile.overlaps else 0,
+    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -95,8 +132,8 @@ class Rules:
     most: int = 6
     #: Most load of one group.
     full: float = 0.95
-    #: Of a promise that has not been used up; below 1 it leaves room for error.
-    margin: float = 1.0
+    #: Share of a promise that a prediction may use; below 1 it leaves room for error.
+    margin: float = 0.9
 
 
 def find_placement(name: str) -> Placement:
@@ -119,26 +156,36 @@ def place(wanted: Member, pools: Pools, rules: Rules) -> Home | Why:
         return Home(group=None) if fresh else Why.TRAIN_GPUS
     if rules.placement is Placement.SPREAD and fresh:
         return Home(group=None)
-    best: tuple[float, int] | None = None
+    best: tuple[bool, float, int] | None = None
     refused = Why.TRAIN_GPUS
     for group in pools.groups.values():
-        why = _refusal(wanted, group, rules)
+        why = refusal(wanted, group, rules)
         if why is None:
-            load = sum(member.profile.load for member in group.members.values())
-            # Pack and fit fill the densest; spread the emptiest.
-            rank = (load if rules.placement is Placement.SPREAD else -load, group.number)
+            # Its own shape first. Pack and fit fill the densest; spread the emptiest.
+            other = group.gpus != wanted.train_gpus
+            load = load_of(group)
+            rank = (other, load if rules.placement is Placement.SPREAD else -load, group.number)
             if best is None or rank < best:
                 best = rank
         elif group.gpus == wanted.train_gpus:
             refused = why
     if best is not None:
-        return Home(group=best[1])
+        return Home(group=best[2])
     return Home(group=None) if fresh else refused
 
 
-def _refusal(wanted: Member, group: Group, rules: Rules) -> Why | None:
+def load_of(group: Group) -> float:
+    """Share of its time that its members need."""
+    found = 0.0
+    for member in group.members.values():
+        found += (member.on(group.gpus) or member.profile).load
+    return found
+
+
+def refusal(wanted: Member, group: Group, rules: Rules) -> Why | None:
     """Why ``wanted`` cannot join; cheap reasons first."""
-    if group.gpus != wanted.train_gpus:
+    profile = wanted.on(group.gpus)
+    if profile is None:
         return Why.TRAIN_GPUS
     members = group.members
     if len(members) >= rules.most:
@@ -148,16 +195,18 @@ def _refusal(wanted: Member, group: Group, rules: Rules) -> Why | None:
         return Why.HOST_MEMORY
     if rules.placement is not Placement.FIT:
         return None
-    load = sum(member.profile.load for member in members.values()) + wanted.profile.load
-    if load > rules.full:
+    if load_of(group) + profile.load > rules.full:
         return Why.PROMISE
-    return None if kept([*members.values(), wanted], rules.margin) else Why.PROMISE
+    everybody = [*members.values(), wanted]
+    return None if kept(everybody, rules.margin, group.gpus) else Why.PROMISE
 
 
-def kept(members: Sequence[Member], margin: float) -> bool:
-    """Whether every promise is predicted to be kept."""
-    found = slowdowns([member.profile for member in members])
+def kept(members: Sequence[Member], margin: float, gpus: int = 0) -> bool:
+    """Whether every promise is predicted to be kept, on a WPG of ``gpus``; 0: all of one shape."""
+    profiles = [(member.on(gpus) if gpus else None) or member.profile for member in members]
+    found = slowdowns(profiles)
     return all(
-        slow - 1 <= (member.max_slowdown - 1) * margin
-        for slow, member in zip(found, members, strict=True)
+        slow * profile.step_us / max(1, member.profile.step_us) - 1
+        <= (member.max_slowdown - 1) * margin
+        for slow, profile, member in zip(found, profiles, members, strict=True)
     )

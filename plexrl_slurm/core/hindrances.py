@@ -183,6 +183,8 @@ def _of_company(
             f"on {name} {whose} would run {total:.2f} times as long as alone, "
             f"and {worst.max_slowdown:.2f} was promised"
         )
+        if total <= worst.max_slowdown:
+            sentence += f", of which a prediction may use {rules.margin:.0%}"
         return _Finding(
             kind=ObstacleKind.PROMISE,
             site=site,

@@ -7,7 +7,17 @@ long enough to earn it back.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from plexrl_slurm.core.grouping import Group, Home, Member, Placement, Pools, Rules, kept, place
+from plexrl_slurm.core.grouping import (
+    Group,
+    Home,
+    Member,
+    Placement,
+    Pools,
+    Rules,
+    kept,
+    load_of,
+    place,
+)
 from plexrl_slurm.core.ids import JobId
 
 
@@ -29,12 +39,8 @@ def merge(pools: Pools, rules: Rules, may_move: Callable[[JobId], bool]) -> Regr
     """
     if rules.placement not in (Placement.FIT, Placement.PACK):
         return None
-    shapes: dict[int, int] = {}
-    for group in pools.groups.values():
-        shapes[group.gpus] = shapes.get(group.gpus, 0) + 1
     thin = sorted(
-        (group for group in pools.groups.values() if shapes[group.gpus] > 1),
-        key=lambda group: (_load(group) / group.gpus, group.number),
+        pools.groups.values(), key=lambda group: (load_of(group) / group.gpus, group.number)
     )
     for group in thin:
         if group.members and all(may_move(job) for job in group.members):
@@ -49,11 +55,11 @@ def relieve(
 ) -> Regrouping | None:
     """Who leaves ``group`` so that the promises of those who stay are kept again."""
     members = list(group.members.values())
-    if rules.placement is not Placement.FIT or len(members) < 2 or kept(members, 1.0):
+    if rules.placement is not Placement.FIT or len(members) < 2 or kept(members, 1.0, group.gpus):
         return None
     for leaver in sorted(members, key=lambda member: (member.profile.load, -member.job)):
         stay = [member for member in members if member is not leaver]
-        if not may_move(leaver.job) or not kept(stay, 1.0):
+        if not may_move(leaver.job) or not kept(stay, 1.0, group.gpus):
             continue
         others = _without(pools, group)
         found = place(replace(leaver, rollout_gpus=0), others, rules)
@@ -63,10 +69,6 @@ def relieve(
     return None
 
 
-def _load(group: Group) -> float:
-    return sum(member.profile.load for member in group.members.values())
-
-
 def _without(pools: Pools, group: Group) -> Pools:
     """The pools as if ``group`` took nobody; its own members may change nothing there."""
     groups = {
@@ -74,7 +76,7 @@ def _without(pools: Pools, group: Group) -> Pools:
             number=number, gpus=each.gpus, host_bytes=each.host_bytes, members=dict(each.members)
         )
         for number, each in pools.groups.items()
-        if number != group.number and each.gpus == group.gpus
+        if number != group.number
     }
     return replace(pools, groups=groups)
 

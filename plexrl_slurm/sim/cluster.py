@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from plexrl_slurm.core.backlog import HOUR_US
 from plexrl_slurm.core.errors import BadInput
 from plexrl_slurm.core.grouping import Placement, Rules
+from plexrl_slurm.core.placements import PLACEMENTS as PLACEMENTS
 
 GB = 10**9
 NODE_GPUS = 8
@@ -46,25 +47,18 @@ class Plan:
     learn_steps: int = 5
     #: Standard deviation of the logarithm of guess over truth, where there is no history.
     guess_sigma: float = 0.5
+    #: A job may train on a WPG up to so many times as large as it asked; 1: only on its own shape.
+    widest: float = 2.0
+    #: Share of a phase that gets shorter in proportion to the GPUs of a larger WPG.
+    scaling: float = 0.8
     #: A job moves to another group if that is expected to be worth it for so long, and not again
     #: before; 0: nobody moves.
-    regroup_us: int = HOUR_US
+    regroup_us: int = HOUR_US // 2
     #: Mean time between two losses of a node; 0: none is lost.
     node_loss_hours: float = 0.0
     #: From the loss of a node to its WPG with a new one.
     restart_us: int = 300_000_000
     seed: int = 1
-
-
-#: Placements by the name on the command line, and whether they fill gaps out of order.
-PLACEMENTS: dict[str, tuple[Placement, bool]] = {
-    "isolated": (Placement.ISOLATED, False),
-    "isolated_backfill": (Placement.ISOLATED, True),
-    "pack": (Placement.PACK, False),
-    "spread": (Placement.SPREAD, False),
-    "spread_backfill": (Placement.SPREAD, True),
-    "fit": (Placement.FIT, True),
-}
 
 
 def find(name: str) -> tuple[Placement, bool]:

@@ -63,9 +63,10 @@ class Mover:
         wpg = WpgId(f"train-{found.group}")
         homes = []
         for job, number in found.homes:
-            target = world.new_group(old.gpus) if number is None else pools.groups[number]
+            member = old.members.pop(job)
+            target = world.new_group(member.train_gpus) if number is None else pools.groups[number]
             # It counts where it goes from now on, so that nobody else takes the room.
-            target.members[job] = old.members.pop(job)
+            target.members[job] = member
             world.records[job].group = target.number
             self._moved_us[job] = world.now_us
             homes.append((job, target.number))

@@ -1,8 +1,10 @@
 """What the partition believes of a job: a guess, its like's history, its own first steps."""
 
+from collections.abc import Iterable
+
 import numpy as np
 
-from plexrl_slurm.core.grouping import Member
+from plexrl_slurm.core.grouping import Member, Placement
 from plexrl_slurm.core.predict import Profile
 from plexrl_slurm.sim.cluster import Cluster, Plan
 from plexrl_slurm.sim.job import SimJob
@@ -12,8 +14,10 @@ from plexrl_slurm.sim.trace import TraceJob
 class Profiles:
     """Learns; guesses with the plan's error where it has learned nothing."""
 
-    def __init__(self, cluster: Cluster, plan: Plan) -> None:
+    def __init__(self, cluster: Cluster, plan: Plan, sizes: Iterable[int] = ()) -> None:
+        """``sizes``: of the training WPGs that the partition has."""
         self._cluster, self._plan = cluster, plan
+        self._sizes = sorted(set(sizes))
         self._history: dict[tuple[str, str, str], Profile] = {}
         # Apart from the losses of nodes: those must not change what is believed.
         self._rng = np.random.default_rng((plan.seed, 1))
@@ -28,6 +32,18 @@ class Profiles:
             image_bytes=trace.model.image_bytes,
             profile=self._guess(job),
             max_slowdown=trace.slo.max_slowdown,
+            shapes=self._shapes(trace.train.gpus),
+        )
+
+    def _shapes(self, gpus: int) -> tuple[tuple[int, float], ...]:
+        """Larger WPGs that would do. A part of a phase does not get shorter with more GPUs."""
+        if self._plan.rules.placement is not Placement.FIT:
+            return ()  # the others are the paper's
+        most = gpus * self._plan.widest
+        return tuple(
+            (size, 1 - self._plan.scaling * (1 - gpus / size))
+            for size in self._sizes
+            if gpus < size <= most
         )
 
     def learn(self, job: SimJob) -> Profile:

@@ -13,7 +13,7 @@ import numpy as np
 
 from plexrl_slurm.core.backlog import Backlog, Waiting
 from plexrl_slurm.core.costs import SwitchCosts
-from plexrl_slurm.core.grouping import Group, Home, Member, Pools, Why, place
+from plexrl_slurm.core.grouping import Group, Home, Member, Placement, Pools, Why, place
 from plexrl_slurm.core.ids import CallId, CauseId, DeploymentId, JobId, WpgId
 from plexrl_slurm.core.ledger import split
 from plexrl_slurm.core.messages import (
@@ -111,7 +111,12 @@ class World:
             node_gpus=cluster.node_gpus,
             node_bytes=cluster.node_bytes,
         )
-        self.backlog = Backlog(backfill=plan.backfill, guard_us=plan.guard_us, depth=plan.depth)
+        self.backlog = Backlog(
+            backfill=plan.backfill,
+            guard_us=plan.guard_us,
+            depth=plan.depth,
+            joins_first=plan.rules.placement is Placement.FIT,
+        )
         self.records = {
             JobId(number): Record(job=SimJob.of(number, job), submit_us=job.submit_us)
             for number, job in enumerate(trace, 1)
@@ -134,7 +139,7 @@ class World:
         self._heap: list[tuple[int, int, Callable[..., None], tuple[Any, ...]]] = []
         self._count = 0
         self._groups = 0
-        self.profiles = Profiles(cluster, plan)
+        self.profiles = Profiles(cluster, plan, (job.train.gpus for job in trace))
         #: Progress of the newest image of each deployment.
         self.images: dict[DeploymentId, tuple[int, int]] = {}
         #: Groups whose promises are to be looked at again.
@@ -382,6 +387,10 @@ class World:
     def call(self, job: JobId, kind: FunctionKind, seq: int, length_us: int) -> None:
         """A controller asks for a function that takes so long."""
         pool = Pool.ROLLOUT if kind is FunctionKind.SAMPLE else Pool.TRAIN
+        if pool is Pool.TRAIN and kind is not FunctionKind.CREATE:
+            group = self.pools.groups.get(self.records[job].group)
+            if group is not None:  # else it is being emptied, and this runs elsewhere
+                length_us = int(length_us * group.members[job].factor(group.gpus))
         call = Call(
             id=CallId(f"{pool}-{job}/{seq}"),
             deployment=DeploymentId(f"{pool}-{job}"),

@@ -1,5 +1,7 @@
 """Groups: who may share, who leaves, who waits."""
 
+from dataclasses import replace
+
 import pytest
 
 from plexrl_slurm.core.backlog import HOUR_US, Backlog, Waiting
@@ -86,6 +88,57 @@ class TestPrediction:
         beside_slack = slowdowns([profile(), profile(30, 200, overlaps=True)])[0]
         beside_sync = slowdowns([profile(), profile(30, 200)])[0]
         assert beside_slack < beside_sync
+
+    def test_a_long_phase_is_interrupted_by_short_ones_and_not_by_one_alike(self) -> None:
+        long, alike, short = profile(400, 1500), profile(400, 1500), profile(32, 120)
+        beside_alike, beside_short = (slowdowns([long, each]) for each in (alike, short))
+        # The load is the same. A short one waits for a function of the long one only, which
+        # waits for all those that come during its phase.
+        assert beside_short[0] > beside_alike[0]
+        assert beside_short[1] < 1 + 0.27 * 400 / 2 / 120  # the rest of the long phase
+
+
+class TestShapes:
+    WIDER = ((32, 0.6),)
+
+    def test_it_joins_a_larger_shape_rather_than_have_a_wpg_of_its_own(self) -> None:
+        wide = pools([member(1, gpus=32)], train=16)
+        assert place(member(2), wide, FIT) == Home(group=None)
+        assert place(replace(member(2), shapes=self.WIDER), wide, FIT) == Home(group=1)
+        assert place(replace(member(2), shapes=((24, 0.7),)), wide, FIT) == Home(group=None)
+
+    def test_its_own_shape_comes_first_however_thin(self) -> None:
+        both = pools([member(1, gpus=32), member(3, gpus=32)], [member(4)])
+        assert place(replace(member(2), shapes=self.WIDER), both, FIT) == Home(group=2)
+
+    def test_there_its_phase_is_shorter_and_its_slack_longer(self) -> None:
+        sync = replace(member(1, of=profile()), shapes=self.WIDER).on(32)
+        ahead = replace(member(1), shapes=self.WIDER).on(32)
+        assert sync is not None
+        assert ahead is not None
+        assert (sync.phase_us, sync.step_us, sync.switch_us) == (12 * S, 92 * S, S // 20)
+        assert (ahead.phase_us, ahead.step_us, ahead.slack_us) == (12 * S, 100 * S, 88 * S)
+
+    def test_an_overlapping_step_that_training_makes_gets_shorter(self) -> None:
+        bound = Profile(
+            step_us=100 * S, phase_us=100 * S, function_us=S, switch_us=S, overlaps=True
+        )
+        wider = replace(member(1, of=bound), shapes=self.WIDER).on(32)
+        assert wider is not None
+        assert wider.step_us == 100 * S  # how far the rollout would let it is not known
+        assert wider.phase_us == 60 * S
+
+    def test_what_it_gains_there_may_be_used_up_by_waiting(self) -> None:
+        others = [replace(member(n, of=profile(), promise=1.04), shapes=self.WIDER)
+                  for n in (1, 2, 3)]  # fmt: skip
+        assert not kept(others, 1.0)
+        assert kept(others, 1.0, 32)
+
+    def test_a_thin_group_is_merged_into_a_larger_shape(self) -> None:
+        thin = replace(member(3), shapes=self.WIDER)
+        found = merge(pools([member(1, gpus=32)], [thin]), FIT, lambda job: True)
+        assert found is not None
+        assert (found.group, found.homes) == (2, ((3, 1),))
 
 
 class TestPlace:
@@ -203,6 +256,33 @@ class TestBacklog:
             backlog.arrive(self.waiting(number, number, gpus=8 * number))
         assert self.run(backlog, {2}, at_us=10) == [2]
         assert self.run(backlog, {3}, at_us=HOUR_US + 2) == []
+
+    def test_who_joins_goes_before_who_needs_a_new_wpg_until_that_is_too_old(self) -> None:
+        def order(at_us: int) -> list[int]:
+            backlog, taken = Backlog(guard_us=HOUR_US, joins_first=True), list[int]()
+            for number in (1, 2, 3):
+                backlog.arrive(self.waiting(number, number))
+            backlog.run(
+                at_us,
+                lambda each: Home(group=None if each.job == 1 else 7),
+                lambda each, home: taken.append(each.job),
+            )
+            return taken
+
+        assert order(10) == [2, 3, 1]
+        assert order(HOUR_US + 1) == [1, 2, 3]
+
+    def test_who_is_put_off_is_looked_at_again_after_the_others(self) -> None:
+        backlog, taken = Backlog(joins_first=True), list[tuple[int, int | None]]()
+        for number in (1, 2, 3):
+            backlog.arrive(self.waiting(number, number))
+        # The first opens a WPG, which the second then joins.
+        backlog.run(
+            10,
+            lambda each: Home(group=7 if taken else None),
+            lambda each, home: taken.append((each.job, home.group)),
+        )
+        assert taken == [(1, None), (2, 7), (3, 7)]
 
     def test_a_pass_looks_at_so_many_only(self) -> None:
         backlog = Backlog(depth=3)

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plexrl_slurm.core.admission import Site, host_need, images_room
 from plexrl_slurm.core.ids import WpgId
 from plexrl_slurm.core.messages import Pool, Wpg
+from plexrl_slurm.core.sites import Site, host_need, images_room
 from plexrl_slurm.core.sizes import deployments_that_fit, image_size, switch_seconds
 from plexrl_slurm.core.zero import ZeroLayout
 

@@ -23,8 +23,8 @@ pytestmark = [
     ),
 ]
 
-#: Two such jobs keep a promise of 1.05 on one WPG of each pool, three do not.
-SHARING = {"placement": "fit", "max_slowdown": 1.05}
+#: Two such jobs keep a promise of 1.07 on one WPG of each pool, three do not.
+SHARING = {"placement": "fit", "max_slowdown": 1.07}
 
 
 @pytest.fixture(autouse=True)
@@ -78,11 +78,11 @@ def test_the_third_waits_for_a_promise_and_comes_when_one_ends(tmp_path: Path, m
             told = client.explain(third)
         (obstacle,) = [each for each in told["obstacles"] if each["pool"] == "train"]
         assert obstacle["kind"] == "promise"
-        assert "times as long as alone, and 1.05 was promised" in told["sentences"][0]
+        assert "times as long as alone, and 1.07 was promised" in told["sentences"][0]
         assert f"{number} " in plexrl(partition, "squeue")
         assert "(Promise)" in plexrl(partition, "squeue")
         assert "was promised" in plexrl(partition, "explain", number)
-        assert "MaxSlowdown=1.05" in plexrl(partition, "show", "job", number)
+        assert "MaxSlowdown=1.07" in plexrl(partition, "show", "job", number)
         first.cancel()
         with partition.client() as client:
             wait_until(lambda: client.job(number)["state"] == "running", name="the third to run")

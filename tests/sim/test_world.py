@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from plexrl_slurm.core.errors import BadInput
+from plexrl_slurm.core.ids import JobId
 from plexrl_slurm.core.messages import Activity, Pool
 from plexrl_slurm.sim.cluster import Cluster, Plan, split
 from plexrl_slurm.sim.run import Ran, simulate
@@ -111,6 +112,21 @@ def test_a_job_that_is_left_alone_moves_to_others_and_its_wpg_is_given_back() ->
     assert moved.world.mover.count > 0 == stayed.world.mover.count
     assert moved.figures.jobs == stayed.figures.jobs == len(trace)
     assert moved.figures.efficiency > stayed.figures.efficiency
+
+
+def test_a_job_on_a_larger_shape_trains_faster_and_its_wpg_is_not_held() -> None:
+    large = job("large", steps=60, seed=1, train__gpus=16, mode="async1")
+    small = job("small", steps=60, seed=2, submit_us=1_000_000)
+    both, apart = (
+        run([large, small], "fit", cluster=Cluster(train_gpus=24, rollout_gpus=48),
+            guess_sigma=0.0, widest=widest)
+        for widest in (2.0, 1.0)
+    )  # fmt: skip
+    assert max(train for _, train, _ in both.world.held) == 16
+    assert max(train for _, train, _ in apart.world.held) == 24
+    # Its phase of 25 s takes 15 s there; the step was 97 s.
+    assert apart.figures.slowdown.max == 1.0
+    assert both.world.records[JobId(2)].end_us < apart.world.records[JobId(2)].end_us
 
 
 def test_a_job_that_no_partition_can_hold_is_refused_with_what_is_needed() -> None:
