@@ -6,12 +6,15 @@ nothing has happened, and after the claim the row's lease brings it back.
 
 import logging
 from collections.abc import Awaitable, Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.errors import Denied, InvalidTransition, ModelTooLarge, UnknownModel
-from plexrl_slurm.core.ids import JobId
-from plexrl_slurm.core.limits import Held, HeldKind, Qos
+from plexrl_slurm.core.grouping import Placement
+from plexrl_slurm.core.ids import JobId, WpgId
+from plexrl_slurm.core.limits import Held, HeldKind, Qos, Tally
+from plexrl_slurm.core.messages import Pool
 from plexrl_slurm.core.obstacles import ObstacleKind
 from plexrl_slurm.core.states import JobState
 from plexrl_slurm.core.turns import End, Walk
@@ -35,7 +38,22 @@ MOST_WRITES: Final = 100
 PAUSE: Final = 4
 
 Waits: TypeAlias = tuple[Wait, ...]
-_NOBODY: Final[Waits] = ()
+
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    """One pass, as far as it has come."""
+
+    at_us: int
+    walk: Walk[Waits]
+    tally: Tally
+    waits: dict[JobId, tuple[JobRow, Waits]] = field(default_factory=dict)
+    #: Those that would take an empty WPG.
+    later: list[JobRow] = field(default_factory=list)
+    oldest_us: int | None = None
+    #: Who ended it, and what that is to all the others.
+    stopper: str = ""
+    behind: Waits = ()
 
 
 class Turns:
@@ -54,6 +72,11 @@ class Turns:
         #: Kinds of obstacles that each job's story has last, and when they were written.
         self._told: dict[JobId, tuple[tuple[str, ...], int]] = {}
         self._not_before_us = 0
+        sharing = parts.settings.sharing
+        #: As in the simulator: whoever takes an empty WPG comes after those that join others.
+        self._joins_first = (
+            sharing.rules.placement is Placement.FIT and standings.queue.turns.backfill
+        )
 
     async def look(self) -> None:
         """One pass along the queue, unless the last one took long and has just been."""
@@ -76,54 +99,68 @@ class Turns:
             parts.state.obstacles.clear()
             return
         await self._standings.refresh(parts.store, at_us)
-        tally = self._standings.tally(rows)
-        walk: Walk[Waits] = Walk(self._standings.queue.turns, at_us)
-        waits: dict[JobId, tuple[JobRow, Waits]] = {}
-        oldest_us: int | None = None
-        stopper, behind = "", _NOBODY
+        turn = _Turn(
+            at_us=at_us,
+            walk=Walk(self._standings.queue.turns, at_us),
+            tally=self._standings.tally(rows),
+        )
         for standing in self._standings.in_order(waiting, at_us):
-            row = standing.row
-            if (known := parts.state.jobs.get(JobId(row.id))) is not None:
-                await self._claim_again(known)
-                continue
-            if (held := self._standings.holds(row, tally)) is not None:
-                waits[JobId(row.id)] = (row, (held,))
-                continue
-            qos = self._standings.qos(row)
-            if walk.ended is not None and not self._passes(qos, walk.ended):
-                behind = behind or (self._behind(walk.ended, stopper),)
-                waits[JobId(row.id)] = (row, behind)
-                continue
-            job = live_job(row, qos)
-            shape = self._shape(row, job)
-            try:
-                obstacles = walk.look(shape) or self._place(job, row)
-            except (ModelTooLarge, UnknownModel) as problem:
-                job.unfit = str(problem)
-                parts.state.jobs[job.id] = job  # so that it is tried again where Slurm is away
-                await self._give_up(job, job.unfit)
-                continue
-            if not obstacles:
-                if await self._take(job):
-                    tally.enter(self._standings.subject(row))
-                continue
-            waits[job.id] = (row, obstacles)
-            oldest_us = min(oldest_us or row.submitted_us, row.submitted_us)
-            if obstacles[0].kind is ObstacleKind.RESERVATION:
-                continue  # there is room, and it is not for this one: nobody waits behind it
-            if walk.ended is None or walk.ended is End.DEPTH:
-                stopper = row.slurm_id or str(row.id)
-            walk.fails(obstacles, since_us=row.submitted_us, shape=shape)
-        parts.state.waiting_since_us = oldest_us
-        await self._say(waits, at_us)
+            await self._look_at(standing.row, turn)
+        for row in turn.later:
+            if (held := self._standings.holds(row, turn.tally)) is not None:
+                turn.waits[JobId(row.id)] = (row, (held,))  # by another of them
+            else:
+                await self._try(row, turn, alone=True)
+        parts.state.waiting_since_us = turn.oldest_us
+        await self._say(turn.waits, at_us)
+
+    async def _look_at(self, row: JobRow, turn: "_Turn") -> None:
+        job_id, qos = JobId(row.id), self._standings.qos(row)
+        ended = turn.walk.ended
+        if (known := self._parts.state.jobs.get(job_id)) is not None:
+            await self._claim_again(known)
+        elif (held := self._standings.holds(row, turn.tally)) is not None:
+            turn.waits[job_id] = (row, (held,))
+        elif ended is not None and not self._passes(qos, ended):
+            turn.behind = turn.behind or (self._behind(ended, turn.stopper),)
+            turn.waits[job_id] = (row, turn.behind)
+        else:
+            overdue = turn.at_us - row.submitted_us >= self._standings.queue.turns.guard_us
+            await self._try(row, turn, alone=overdue or not self._joins_first)
+
+    async def _try(self, row: JobRow, turn: "_Turn", *, alone: bool) -> None:
+        """Give it a place, if there is one; ``alone``: an empty training WPG will do."""
+        parts, walk = self._parts, turn.walk
+        job = live_job(row, self._standings.qos(row))
+        shape = self._shape(row, job)
+        try:
+            obstacles = walk.look(shape) or parts.placer.admit(job, list(row.models))
+        except (ModelTooLarge, UnknownModel) as problem:
+            job.unfit = str(problem)
+            parts.state.jobs[job.id] = job  # so that it is tried again where Slurm is away
+            await self._give_up(job, job.unfit)
+            return
+        if not obstacles:
+            if not alone and self._is_empty(job.homes.get(Pool.TRAIN)):
+                turn.later.append(row)
+            elif await self._take(job):
+                turn.tally.enter(self._standings.subject(row))
+            return
+        turn.waits[job.id] = (row, obstacles)
+        turn.oldest_us = min(turn.oldest_us or row.submitted_us, row.submitted_us)
+        if obstacles[0].kind is ObstacleKind.RESERVATION:
+            return  # there is room, and it is not for this one: nobody waits behind it
+        if walk.ended is None or walk.ended is End.DEPTH:
+            turn.stopper = row.slurm_id or str(row.id)
+        walk.fails(obstacles, since_us=row.submitted_us, shape=shape)
+
+    def _is_empty(self, wpg: WpgId | None) -> bool:
+        homes = (job.homes.get(Pool.TRAIN) for job in self._parts.state.jobs.values())
+        return wpg is not None and wpg not in homes
 
     def _passes(self, qos: Qos, end: End) -> bool:
         """Room was set aside for some, and they wait for nobody else's."""
         return qos.reserved and self._standings.queue.reservation.any and end is not End.DEPTH
-
-    def _place(self, job: LiveJob, row: JobRow) -> Waits:
-        """Give it homes, or say what is in the way."""
-        return self._parts.placer.admit(job, list(row.models))
 
     @staticmethod
     def _shape(row: JobRow, job: LiveJob) -> Hashable:
