@@ -24,7 +24,6 @@ HabitsOf = Callable[[LiveJob, str, int], Habits]
 
 
 Answer = Placement | tuple[Obstacle, ...]
-
 _KEPT_FREE = Obstacle(
     kind=ObstacleKind.RESERVATION,
     sentence="what is free is kept for jobs of a reserved qos: wait, or ask for such a qos",
@@ -102,8 +101,11 @@ class Placer:
         found = self._place(who, seen, self.rules)
         if isinstance(found, Placement) or seen is whole:
             return found
-        free = self._place(who, whole, self.rules)
-        return (_KEPT_FREE,) if isinstance(free, Placement) else free
+        found = self._place(who, whole, self.rules)
+        if not isinstance(found, Placement):
+            return found
+        self._asked = None  # no placement: nothing to decide again
+        return (_KEPT_FREE,)
 
     def home(self, job: LiveJob, pool: Pool, model: ModelSpec) -> WpgId:
         """The job's WPG in ``pool``. Raises ``BadInput`` where there is none with room, and

@@ -272,7 +272,9 @@ class PartitionService(QueueCalls):
             if entry.call.job == job_id and not entry.ended.is_set()
             if (sentence := self.why_call_waits(entry.call.id))
         ]
-        sentences = list(dict.fromkeys([*self.why_not_admitted(row), *waiting])) or [_how(row)]
+        sentences = list(
+            dict.fromkeys([*self.why_not_admitted(row), *await self.standing(row), *waiting])
+        ) or [_how(row)]
         for view in views:
             self._say_more(view)
         now_us = self.now_us()

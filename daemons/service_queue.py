@@ -83,6 +83,25 @@ class QueueCalls(EvictCalls):
         await self.once("expected starts", work)
         return self._starts
 
+    async def standing(self, row: JobRow) -> list[str]:
+        """How many go before a waiting job, and by which priority; nothing of any other."""
+        if row.state is not JobState.PENDING or row.slurm_id is None:
+            return []
+        now = self.now_us()
+        await self.standings.refresh(self.store, now)
+        order = self.standings.in_order(await self._waiting(), now)
+        place = next((index for index, each in enumerate(order) if each.row.id == row.id), None)
+        if place is None:
+            return []
+        parts = order[place].priority
+        before = "it is the first in the queue"
+        if place:
+            before = f"{place} job{'s go' if place > 1 else ' goes'} before it in the queue"
+        return [
+            f"{before}; its priority is {parts.total} (age {parts.age}, fairshare "
+            f"{parts.fairshare}, qos {parts.qos}, job {parts.job}; see plexrl sprio)"
+        ]
+
     async def _waiting(self) -> list[JobRow]:
         rows = await self.store.read(queue.living, self.settings.partition)
         return [row for row in rows if row.state is JobState.PENDING and row.slurm_id is not None]

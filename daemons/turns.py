@@ -6,12 +6,15 @@ nothing has happened, and after the claim the row's lease brings it back.
 
 import logging
 from collections.abc import Awaitable, Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.errors import Denied, InvalidTransition, ModelTooLarge, UnknownModel
-from plexrl_slurm.core.ids import JobId
-from plexrl_slurm.core.limits import Held, HeldKind
+from plexrl_slurm.core.grouping import Placement
+from plexrl_slurm.core.ids import JobId, WpgId
+from plexrl_slurm.core.limits import Held, HeldKind, Qos, Tally
+from plexrl_slurm.core.messages import Pool
 from plexrl_slurm.core.obstacles import ObstacleKind
 from plexrl_slurm.core.states import JobState
 from plexrl_slurm.core.turns import End, Walk
@@ -29,8 +32,28 @@ log = logging.getLogger(__name__)
 
 #: Numbers in a sentence change all the time: they are written anew no more often than this.
 WRITE_US: Final = 10_000_000
+#: Reasons that one walk writes; a transaction is not to be long.
+MOST_WRITES: Final = 100
+#: After a walk, so many times as long as it took, there is none: thousands of jobs may wait.
+PAUSE: Final = 4
 
 Waits: TypeAlias = tuple[Wait, ...]
+
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    """One pass, as far as it has come."""
+
+    at_us: int
+    walk: Walk[Waits]
+    tally: Tally
+    waits: dict[JobId, tuple[JobRow, Waits]] = field(default_factory=dict)
+    #: Those that would take an empty WPG.
+    later: list[JobRow] = field(default_factory=list)
+    oldest_us: int | None = None
+    #: Who ended it, and what that is to all the others.
+    stopper: str = ""
+    behind: Waits = ()
 
 
 class Turns:
@@ -46,12 +69,26 @@ class Turns:
     ) -> None:
         self._parts, self._standings = parts, standings
         self._admit, self._give_up = admit, give_up
-        #: When each job's obstacles were written.
-        self._written_us: dict[JobId, int] = {}
+        #: Kinds of obstacles that each job's story has last, and when they were written.
+        self._told: dict[JobId, tuple[tuple[str, ...], int]] = {}
+        self._not_before_us = 0
+        sharing = parts.settings.sharing
+        #: As in the simulator: whoever takes an empty WPG comes after those that join others.
+        self._joins_first = (
+            sharing.rules.placement is Placement.FIT and standings.queue.turns.backfill
+        )
 
     async def look(self) -> None:
-        """One pass along the queue."""
-        at_us, parts = now_us(), self._parts
+        """One pass along the queue, unless the last one took long and has just been."""
+        at_us = now_us()
+        if at_us < self._not_before_us <= at_us + 60_000_000:
+            return
+        await self._walk(at_us)
+        done_us = now_us()
+        self._not_before_us = done_us + PAUSE * (done_us - at_us)
+
+    async def _walk(self, at_us: int) -> None:
+        parts = self._parts
         rows = await parts.store.run(queue.living, parts.settings.partition)
         for row in rows:
             if row.owner == str(parts.epoch) and JobId(row.id) not in parts.state.jobs:
@@ -62,52 +99,68 @@ class Turns:
             parts.state.obstacles.clear()
             return
         await self._standings.refresh(parts.store, at_us)
-        tally = self._standings.tally(rows)
-        walk: Walk[Waits] = Walk(self._standings.queue.turns, at_us)
-        waits: dict[JobId, tuple[JobRow, Waits]] = {}
-        oldest_us: int | None = None
-        stopper = ""
+        turn = _Turn(
+            at_us=at_us,
+            walk=Walk(self._standings.queue.turns, at_us),
+            tally=self._standings.tally(rows),
+        )
         for standing in self._standings.in_order(waiting, at_us):
-            row = standing.row
-            if (known := parts.state.jobs.get(JobId(row.id))) is not None:
-                await self._claim_again(known)
-                continue
-            if (held := self._standings.holds(row, tally)) is not None:
-                waits[JobId(row.id)] = (row, (held,))
-                continue
-            job = live_job(row, self._standings.qos(row))
-            if walk.ended is not None and not self._passes(job, walk.ended):
-                waits[job.id] = (row, (self._behind(walk.ended, stopper),))
-                continue
-            shape = self._shape(row, job)
-            try:
-                obstacles = walk.look(shape) or self._place(job, row)
-            except (ModelTooLarge, UnknownModel) as problem:
-                job.unfit = str(problem)
-                parts.state.jobs[job.id] = job  # so that it is tried again where Slurm is away
-                await self._give_up(job, job.unfit)
-                continue
-            if not obstacles:
-                if await self._take(job):
-                    tally.enter(self._standings.subject(row))
-                continue
-            waits[job.id] = (row, obstacles)
-            oldest_us = min(oldest_us or row.submitted_us, row.submitted_us)
-            if obstacles[0].kind is ObstacleKind.RESERVATION:
-                continue  # there is room, and it is not for this one: nobody waits behind it
-            if walk.ended is None or walk.ended is End.DEPTH:
-                stopper = row.slurm_id or str(row.id)
-            walk.fails(obstacles, since_us=row.submitted_us, shape=shape)
-        parts.state.waiting_since_us = oldest_us
-        await self._say(waits, at_us)
+            await self._look_at(standing.row, turn)
+        for row in turn.later:
+            if (held := self._standings.holds(row, turn.tally)) is not None:
+                turn.waits[JobId(row.id)] = (row, (held,))  # by another of them
+            else:
+                await self._try(row, turn, alone=True)
+        parts.state.waiting_since_us = turn.oldest_us
+        await self._say(turn.waits, at_us)
 
-    def _passes(self, job: LiveJob, end: End) -> bool:
+    async def _look_at(self, row: JobRow, turn: "_Turn") -> None:
+        job_id, qos = JobId(row.id), self._standings.qos(row)
+        ended = turn.walk.ended
+        if (known := self._parts.state.jobs.get(job_id)) is not None:
+            await self._claim_again(known)
+        elif (held := self._standings.holds(row, turn.tally)) is not None:
+            turn.waits[job_id] = (row, (held,))
+        elif ended is not None and not self._passes(qos, ended):
+            turn.behind = turn.behind or (self._behind(ended, turn.stopper),)
+            turn.waits[job_id] = (row, turn.behind)
+        else:
+            overdue = turn.at_us - row.submitted_us >= self._standings.queue.turns.guard_us
+            await self._try(row, turn, alone=overdue or not self._joins_first)
+
+    async def _try(self, row: JobRow, turn: "_Turn", *, alone: bool) -> None:
+        """Give it a place, if there is one; ``alone``: an empty training WPG will do."""
+        parts, walk = self._parts, turn.walk
+        job = live_job(row, self._standings.qos(row))
+        shape = self._shape(row, job)
+        try:
+            obstacles = walk.look(shape) or parts.placer.admit(job, list(row.models))
+        except (ModelTooLarge, UnknownModel) as problem:
+            job.unfit = str(problem)
+            parts.state.jobs[job.id] = job  # so that it is tried again where Slurm is away
+            await self._give_up(job, job.unfit)
+            return
+        if not obstacles:
+            if not alone and self._is_empty(job.homes.get(Pool.TRAIN)):
+                turn.later.append(row)
+            elif await self._take(job):
+                turn.tally.enter(self._standings.subject(row))
+            return
+        turn.waits[job.id] = (row, obstacles)
+        turn.oldest_us = min(turn.oldest_us or row.submitted_us, row.submitted_us)
+        if obstacles[0].kind is ObstacleKind.RESERVATION:
+            return  # there is room, and it is not for this one: nobody waits behind it
+        if walk.ended is None or walk.ended is End.DEPTH:
+            turn.stopper = row.slurm_id or str(row.id)
+        walk.fails(obstacles, since_us=row.submitted_us, shape=shape)
+
+    def _is_empty(self, wpg: WpgId | None) -> bool:
+        homes = (job.homes.get(Pool.TRAIN) for job in self._parts.state.jobs.values())
+        return wpg is not None and wpg not in homes
+
+    def _passes(self, qos: Qos, end: End) -> bool:
         """Room was set aside for some, and they wait for nobody else's."""
-        return job.reserved and self._standings.queue.reservation.any and end is not End.DEPTH
-
-    def _place(self, job: LiveJob, row: JobRow) -> Waits:
-        """Give it homes, or say what is in the way."""
-        return self._parts.placer.admit(job, list(row.models))
+        return qos.reserved and self._standings.queue.reservation.any and end is not End.DEPTH
 
     @staticmethod
     def _shape(row: JobRow, job: LiveJob) -> Hashable:
@@ -170,21 +223,23 @@ class Turns:
 
     async def _say(self, waits: dict[JobId, tuple[JobRow, Waits]], at_us: int) -> None:
         """Write down why they wait, where that is news."""
-        state = self._parts.state
         changes: list[tuple[JobId, list[str], bool]] = []
         for job, (row, obstacles) in waits.items():
             sentences = [each.sentence for each in obstacles]
-            before = state.obstacles.get(job)
-            if list(row.obstacles) == sentences:
+            kinds = tuple(str(each.kind) for each in obstacles)
+            told = self._told.get(job)
+            if row.obstacles == sentences:
+                self._told.setdefault(job, (kinds, 0))
                 continue
-            # A new daemon knows no kinds: what an earlier one wrote is as good as news.
-            new = before is None or [e.kind for e in before] != [e.kind for e in obstacles]
-            if new or at_us - self._written_us.get(job, 0) >= WRITE_US:
+            new = told is None or told[0] != kinds
+            if new or told is None or at_us - told[1] >= WRITE_US:
                 changes.append((job, sentences, new))
-                self._written_us[job] = at_us
-        state.obstacles = {job: obstacles for job, (_, obstacles) in waits.items()}
-        for gone in self._written_us.keys() - waits.keys():
-            del self._written_us[gone]
+                self._told[job] = (kinds, at_us)
+            if len(changes) == MOST_WRITES:
+                break
+        self._parts.state.obstacles = {job: obstacles for job, (_, obstacles) in waits.items()}
+        for gone in self._told.keys() - waits.keys():
+            del self._told[gone]
         if changes:
             await self._parts.store.run(_write, changes, at_us)
 

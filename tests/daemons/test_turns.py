@@ -40,14 +40,16 @@ class Rooms:
         self.reserved = 0
 
     def admit(self, job: LiveJob, models: list[str]) -> tuple[Obstacle, ...]:
+        """Nothing but the job changes, as with the real one."""
         self.asked.append(job.id)
-        if len(models) > self.free + (self.reserved if job.reserved else 0):
-            return (KEPT,) if len(models) <= self.free + self.reserved else (FULL,)
-        if job.reserved and self.reserved:
-            self.reserved -= len(models)
-        else:
-            self.free -= len(models)
-        job.homes[Pool.TRAIN] = WpgId("train-0")
+        taken = {True: 0, False: 0}
+        for each in self.state.jobs.values():
+            taken[each.reserved] += len(each.models)
+        left = self.free + self.reserved - sum(taken.values())
+        kept = 0 if job.reserved else max(0, self.reserved - taken[True])
+        if len(models) > left - kept:
+            return (KEPT,) if len(models) <= left else (FULL,)
+        job.homes[Pool.TRAIN], job.models = WpgId("train-0"), tuple(models)
         return ()
 
 
@@ -84,6 +86,7 @@ class Queue:
     async def look(self) -> list[JobId]:
         """Jobs that got a place, in their order."""
         before = len(self.bench.slurm.told)
+        self.intake._turns._not_before_us = 0
         await self.intake._turns.look()
         told = self.bench.slurm.told[before:]
         rows = {row.slurm_id: JobId(row.id) for row in await self.bench.rows()}
@@ -148,6 +151,11 @@ def test_who_has_used_more_than_the_share_waits_for_who_has_not(
         answer = await q.bench.service.priorities(USERS["a"])
         assert [each["job_id"] for each in answer["jobs"]] == [mine]
         (waits,) = answer["jobs"]
+        told = (await q.bench.service.explain_job(USERS["a"], mine))["sentences"]
+        assert told[0] == "no room on train-0"
+        assert told[1].startswith(
+            f"it is the first in the queue; its priority is {waits['priority']}"
+        )
         assert waits["factors"]["fairshare"] < 1
         assert waits["priority"] == sum(waits["parts"].values())
 
@@ -396,7 +404,7 @@ def test_a_daemon_that_dies_in_a_pass_loses_no_job(play: Callable[..., None]) ->
             rows = [await q.row(job) for job in jobs]
             assert {row.state for row in rows} <= {JobState.PENDING, JobState.ADMITTED}
             q.bench.fresh()
-            q.bench.parts.placer = q.rooms
+            q.bench.parts.placer, q.rooms.state = q.rooms, q.bench.state
             q.bench.parts.settings.queue = QueueSettings()
             adopted = await q.bench.store.run(
                 queue.adopt, partition="rlvr", owner="daemon-1", lease_us=10**12, now_us=1
@@ -408,3 +416,23 @@ def test_a_daemon_that_dies_in_a_pass_loses_no_job(play: Callable[..., None]) ->
         assert {(await q.row(job)).state for job in jobs} == {JobState.ADMITTED}
 
     play(scene, free=6)
+
+
+def test_whoever_joins_others_comes_before_whoever_takes_an_empty_wpg(
+    play: Callable[..., None],
+) -> None:
+    async def scene(q: Queue) -> None:
+        homes = {1: "train-0", 2: "train-1", 3: "train-0"}
+
+        def admit(live: LiveJob, _: list[str]) -> tuple[Obstacle, ...]:
+            live.homes[Pool.TRAIN] = WpgId(homes[live.id])
+            return ()
+
+        q.rooms.admit = admit  # type: ignore[assignment,method-assign]
+        first = await q.submit()
+        assert await q.look() == [first]
+        alone, joining = await q.submit(), await q.submit()
+        assert await q.look() == [joining, alone]
+        assert q.words() == {}
+
+    play(scene)
