@@ -17,8 +17,10 @@ from plexrl_slurm.core import zero
 from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import BadConfig, BadInput
 from plexrl_slurm.core.sizes import in_words
+from plexrl_slurm.core.tails import TailRules
 from plexrl_slurm.model_folder import DTYPES, read_model_folder, tensor_parallel_problem
 from plexrl_slurm.slurm_settings import HoldSettings, Shape, check_shapes, read_hold
+from plexrl_slurm.tail_settings import read_tails
 from plexrl_slurm.tomlcheck import (
     Report,
     Table,
@@ -147,6 +149,8 @@ class Settings:
     hold: HoldSettings = field(default_factory=HoldSettings)
     #: ``None`` with the local backend.
     slurm: SlurmSettings | None = None
+    #: Last samples of rollouts that may be paused.
+    tails: TailRules = field(default_factory=TailRules)
     wpgs: tuple[WpgSettings, ...] = ()
     #: By name.
     models: Mapping[str, ModelSpec] = field(default_factory=dict)
@@ -211,7 +215,7 @@ def check(path: Path) -> Findings:
     except BadConfig as error:
         return Findings(settings=None, problems=error.problems, warnings=())
     report = Report(content)
-    report.unknown("", data, ("partition", "hold", "slurm", "wpg", "model"))
+    report.unknown("", data, ("partition", "hold", "slurm", "wpg", "model", "tails"))
     folder = path.absolute().parent
     values = read_partition(report, data, folder)
     hold = read_hold(report, mapping(report, data, "hold"))
@@ -221,6 +225,7 @@ def check(path: Path) -> Findings:
         slurm = read_slurm(report, table, folder, values.get("partition", ""))
     elif "slurm" in data:
         report.bad("slurm", 'it has no effect with backend "local": leave it out')
+    tails = read_tails(report, mapping(report, data, "tails"))
     wpg_tables = array(report, data, "wpg")
     wpgs = tuple(
         wpg
@@ -254,6 +259,7 @@ def check(path: Path) -> Findings:
             **values,
             hold=hold,
             slurm=slurm,
+            tails=tails,
             wpgs=wpgs,
             models=catalogue,
             path=path.absolute(),
