@@ -22,6 +22,8 @@ def find_tail(books: Books, lane: Lane, rules: TailRules) -> Tail | None:
         running=len(runs),
         most=lane.most,
         pauses=max((entry.pauses for entry in entries), default=0),
+        fewest=min((entry.pauses for entry in entries), default=0),
+        ran_us=lane.now_us - max((run.start_us for run in runs), default=lane.now_us),
         rest_us=None,
         back_us=0,
         weight=max((member.priority for member in members), default=1),
