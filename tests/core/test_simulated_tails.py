@@ -48,8 +48,8 @@ class Sim:
         self.hand.place(*plans)
         self.hand.up()
         self.plans = plans
-        for job in plans:
-            self._at(0, "rollout", CallId(""), job)
+        for each in plans:
+            self._at(0, "rollout", CallId(""), each)
         while self._soon:
             wake_us = min(self.hand.wakes, default=self._soon[0][0] + 1)
             if wake_us <= self._soon[0][0]:
@@ -87,7 +87,7 @@ class Sim:
             self._one_ended(self.calls[name])
 
     def _one_ended(self, ended: Call) -> None:
-        job = next(job for job in self.plans if job.id == ended.deployment)
+        job = next(each for each in self.plans if each.id == ended.deployment)
         self.open[job] -= 1
         if self.open[job] == 0:
             self.ended_us[job].append(self.hand.now)
