@@ -299,6 +299,7 @@ class AgentHub(AgentReports, OrderPost):
                     ok=report.ok,
                     result=report.result,
                     error=report.error,
+                    order=report.order,
                 )
                 self._acknowledge(address, report.number)
             case tm.Done(what="persist"):

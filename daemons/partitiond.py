@@ -157,6 +157,7 @@ class Daemon:
             durable_every=config.hold.durable_every if config.durable else None,
             spare_images=True,
             hints=config.nvme_dir is not None,
+            tails=config.tails,
         )
         shell = Shell(core, spool=spool, books=books, max_part_tokens=config.max_part_tokens)
         poll_us = config.slurm.poll_us if config.slurm is not None else LOCAL_POLL_US

@@ -17,6 +17,9 @@ class Pauses:
 
     def __init__(self) -> None:
         self._found: dict[str, list[wire.Sequence]] = {}
+        #: Orders that ended so: an agent says again what was not acknowledged, and the call may
+        #: have gone on since.
+        self._orders: dict[str, set[str]] = {}
 
     def body(self, call: CallId, sample: wire.Sample | wire.Doomed) -> bytes:
         """What a rank is asked: to begin, or to go on."""
@@ -26,11 +29,22 @@ class Pauses:
         return wire.encode(sample)
 
     def event(
-        self, wpg: WpgId, call: CallId, part: int, *, ok: bool, result: bytes, error: str
-    ) -> RunEnded | Paused:
-        """What the end of a run means."""
+        self,
+        wpg: WpgId,
+        call: CallId,
+        part: int,
+        *,
+        ok: bool,
+        result: bytes,
+        error: str,
+        order: str,
+    ) -> RunEnded | Paused | None:
+        """What the end of a run means; ``None``: it was said before."""
         cause, at_us = CauseId(f"call {call}"), now_us()
         if ok and (paused := wire.decode_paused(result)) is not None:
+            if order in self._orders.setdefault(call, set()):
+                return None
+            self._orders[call].add(order)
             self._found[call] = paused.sequences
             return Paused(
                 wpg=wpg, call=call, part=part, tokens=paused.tokens, at_us=at_us, cause=cause
@@ -53,3 +67,4 @@ class Pauses:
     def over(self, call: CallId) -> None:
         """It goes on no more."""
         self._found.pop(call, None)
+        self._orders.pop(call, None)

@@ -257,13 +257,15 @@ class Shell:
                 self.orders.abort(deployment.wpg, call)
 
     def run_ended(
-        self, wpg: WpgId, call: CallId, part: int, *, ok: bool, result: bytes, error: str
-    ) -> None:
+        self, wpg: WpgId, call: CallId, part: int, *, ok: bool, result: bytes, error: str,
+        order: str = "",
+    ) -> None:  # fmt: skip
         """An agent says that a run ended. Its result is stored before the core hears of it."""
-        event = self._pauses.event(wpg, call, part, ok=ok, result=result, error=error)
-        if isinstance(event, RunEnded):
+        said = self._pauses.event(wpg, call, part, ok=ok, result=result, error=error, order=order)
+        if isinstance(said, RunEnded):
             self.keep_part(call, part, ok=ok, result=result, error=error)
-        self.feed(event)
+        if said is not None:
+            self.feed(said)
 
     def keep_part(self, call: CallId, part: int, *, ok: bool, result: bytes, error: str) -> None:
         """Remember one part's result until the call finishes."""
@@ -440,6 +442,7 @@ class Shell:
     def discard(self, call: CallId) -> None:
         """Nobody will ask for it, and no replay needs it."""
         entry = self.entries.pop(call, None)
+        self._pauses.over(call)
         if entry is not None and entry.sample is None:
             self._spool.drop_body(call)
             self._spool.drop_result(call)

@@ -25,10 +25,12 @@ from plexrl_slurm.core import zero
 from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import BadConfig, BadInput
 from plexrl_slurm.core.sizes import in_words
+from plexrl_slurm.core.tails import TailRules
 from plexrl_slurm.model_folder import DTYPES, read_model_folder, tensor_parallel_problem
 from plexrl_slurm.queue_settings import TABLES, QueueSettings, check_reservation, read_queue
 from plexrl_slurm.sharing_settings import SharingSettings, read_sharing
 from plexrl_slurm.slurm_settings import HoldSettings, Shape, check_shapes, read_hold
+from plexrl_slurm.tail_settings import read_tails
 from plexrl_slurm.tomlcheck import (
     Report,
     Table,
@@ -169,6 +171,8 @@ class Settings:
     sharing: SharingSettings = field(default_factory=SharingSettings)
     #: ``None`` with the local backend.
     slurm: SlurmSettings | None = None
+    #: Last samples of rollouts that may be paused.
+    tails: TailRules = field(default_factory=TailRules)
     wpgs: tuple[WpgSettings, ...] = ()
     #: By name.
     models: Mapping[str, ModelSpec] = field(default_factory=dict)
@@ -234,7 +238,7 @@ def check(path: Path) -> Findings:
     except BadConfig as error:
         return Findings(settings=None, problems=error.problems, warnings=())
     report = Report(content)
-    known = ("partition", "hold", "sharing", "slurm", "wpg", "model", *TABLES)
+    known = ("partition", "hold", "sharing", "slurm", "wpg", "model", "tails", *TABLES)
     report.unknown("", data, known)
     folder = path.absolute().parent
     values = read_partition(report, data, folder)
@@ -246,6 +250,7 @@ def check(path: Path) -> Findings:
         slurm = read_slurm(report, table, folder, values.get("partition", ""))
     elif "slurm" in data:
         report.bad("slurm", 'it has no effect with backend "local": leave it out')
+    tails = read_tails(report, mapping(report, data, "tails"))
     wpg_tables = array(report, data, "wpg")
     named = {
         key: wpg
@@ -284,6 +289,7 @@ def check(path: Path) -> Findings:
             hold=hold,
             sharing=sharing,
             slurm=slurm,
+            tails=tails,
             wpgs=wpgs,
             models=catalogue,
             queue=queue,

@@ -12,6 +12,9 @@ from plexrl_slurm.core.tails import LOOK_US, Tail, TailRules, Waiter, is_tail, p
 
 def find_tail(books: Books, lane: Lane, rules: TailRules) -> Tail | None:
     """What runs on ``lane`` as a tail; ``None`` if it is none that could be paused."""
+    running = len(lane.running)
+    if running > rules.running and 100 * running > rules.share * lane.most:
+        return None  # the usual case, cheaply
     runs = [run for run in lane.running.values() if run.entry is not None]
     resident = lane.resident
     if resident is None or len(runs) < len(lane.running):
@@ -22,6 +25,8 @@ def find_tail(books: Books, lane: Lane, rules: TailRules) -> Tail | None:
         running=len(runs),
         most=lane.most,
         pauses=max((entry.pauses for entry in entries), default=0),
+        fewest=min((entry.pauses for entry in entries), default=0),
+        ran_us=lane.now_us - max((run.start_us for run in runs), default=lane.now_us),
         rest_us=None,
         back_us=0,
         weight=max((member.priority for member in members), default=1),

@@ -31,7 +31,7 @@ class TailRules:
     #: A shorter rest is not worth the trouble.
     least_us: int = 5_000_000
     #: A call is paused at most so often.
-    pauses: int = 2
+    pauses: int = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +41,11 @@ class Tail:
     #: Calls that run, and the most that ran at once since the WPG was last switched.
     running: int
     most: int
-    #: The largest number of times that one of them was paused before.
+    #: The largest and the smallest number of times that one of them was paused before.
     pauses: int
+    fewest: int
+    #: Since the last of them began, or went on.
+    ran_us: int
     #: Until the last of them is expected to end; ``None``: nothing is known.
     rest_us: int | None
     #: What a pause costs: the switch back, and the re-prefill.
@@ -64,9 +67,10 @@ class Waiter:
 
 
 def is_tail(rules: TailRules, tail: Tail) -> bool:
-    """Whether few of many are left, and may be paused at all."""
+    """Whether few of many are left, or what was paused goes on, and may be paused at all."""
     few = tail.running <= rules.running or 100 * tail.running <= rules.share * tail.most
-    return rules.pause and few and 0 < tail.running < tail.most and tail.pauses < rules.pauses
+    left = tail.running < tail.most or tail.fewest > 0
+    return rules.pause and few and left and tail.running > 0 and tail.pauses < rules.pauses
 
 
 def pays(rules: TailRules, tail: Tail, waiter: Waiter) -> bool:
@@ -78,6 +82,8 @@ def pays(rules: TailRules, tail: Tail, waiter: Waiter) -> bool:
     rest_us = tail.rest_us
     if rest_us is None or rest_us < rules.least_us or rest_us <= tail.back_us:
         return False
+    if tail.ran_us < tail.back_us:
+        return False  # it would do little more than come and go
     if waiter.overdue:
         return True
     saves = rest_us * waiter.weight * tail.step_us

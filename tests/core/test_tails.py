@@ -17,7 +17,15 @@ from tests.core.workloads import ROLLOUT, call, sampled
 S, T = sampled(1, "s"), sampled(2, "t")
 RULES = TailRules()
 TAIL = Tail(
-    running=2, most=64, pauses=0, rest_us=60 * SECOND, back_us=SECOND, weight=1, step_us=SECOND
+    running=2,
+    most=64,
+    pauses=0,
+    fewest=0,
+    ran_us=90 * SECOND,
+    rest_us=60 * SECOND,
+    back_us=SECOND,
+    weight=1,
+    step_us=SECOND,
 )
 OTHER = Waiter(work_us=20 * SECOND, weight=1, step_us=SECOND, overdue=False)
 
@@ -34,7 +42,10 @@ OTHER = Waiter(work_us=20 * SECOND, weight=1, step_us=SECOND, overdue=False)
         ({"running": 4, "most": 8}, True),
         ({"running": 4, "most": 4}, False),  # none of them has ended
         ({"running": 0}, False),
-        ({"pauses": 2}, False),
+        ({"running": 4, "most": 4, "pauses": 1, "fewest": 1}, True),  # they were one before
+        ({"running": 4, "most": 4, "pauses": 1}, False),
+        ({"pauses": 3}, True),
+        ({"pauses": 4}, False),
     ],
 )
 def test_a_tail_is_few_of_many_that_were_not_paused_too_often(
@@ -63,6 +74,7 @@ def test_nothing_is_a_tail_where_pausing_is_off() -> None:
         ({"back_us": 60 * SECOND}, {"overdue": True}, False),
         ({"back_us": 59 * SECOND}, {"overdue": True, "work_us": 900 * SECOND}, True),
         ({"rest_us": 4 * SECOND}, {"overdue": True}, False),
+        ({"ran_us": SECOND - 1}, {"overdue": True}, False),
         ({"rest_us": None}, {"overdue": True}, False),
     ],
 )
