@@ -10,7 +10,7 @@ from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.errors import NotFound, StorageFull
 from plexrl_slurm.core.ids import CallId, DeploymentId, WpgId
 from plexrl_slurm.core.messages import Charge, FunctionKind
-from plexrl_slurm.daemons.shell import Entry
+from plexrl_slurm.daemons.entries import Entry
 from plexrl_slurm.daemons.spool import Spool
 from plexrl_slurm.daemons.writer import Writer
 from plexrl_slurm.db import calls, deployments, ledger

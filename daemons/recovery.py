@@ -13,12 +13,12 @@ from plexrl_slurm.core.ids import CallId, DeploymentId, JobId, WpgId
 from plexrl_slurm.core.messages import Call, FunctionKind, Pool
 from plexrl_slurm.daemons import shared_tier
 from plexrl_slurm.daemons.damaged_images import on_disk
+from plexrl_slurm.daemons.entries import Entry
 from plexrl_slurm.daemons.job_views import live_job
 from plexrl_slurm.daemons.orders import Durable
 from plexrl_slurm.daemons.service_base import Parts
 from plexrl_slurm.daemons.service_jobs import PartitionService
 from plexrl_slurm.daemons.service_training import training_deployment
-from plexrl_slurm.daemons.shell import Entry
 from plexrl_slurm.daemons.state import (
     LiveDeployment,
     LiveJob,

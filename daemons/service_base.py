@@ -14,8 +14,9 @@ from plexrl_slurm.core.ids import CallId, DeploymentId, JobId, WpgId
 from plexrl_slurm.core.messages import Call, FunctionKind, Pool
 from plexrl_slurm.daemons.accounting import Accounting
 from plexrl_slurm.daemons.agents import AgentHub
+from plexrl_slurm.daemons.entries import Entry
 from plexrl_slurm.daemons.placement import Placer
-from plexrl_slurm.daemons.shell import Entry, Shell
+from plexrl_slurm.daemons.shell import Shell
 from plexrl_slurm.daemons.spool import Spool
 from plexrl_slurm.daemons.state import LiveDeployment, LiveJob, LiveSession, Sampler, State
 from plexrl_slurm.daemons.watch import SlurmWatch

@@ -15,10 +15,10 @@ from plexrl_slurm.core.ids import CallId, JobId, SlurmId, WpgId
 from plexrl_slurm.core.messages import FunctionKind
 from plexrl_slurm.core.obstacles import WORDS, ObstacleKind
 from plexrl_slurm.core.states import ENDED, JobState
+from plexrl_slurm.daemons.entries import Entry
 from plexrl_slurm.daemons.job_views import call_kinds, job_views
 from plexrl_slurm.daemons.service_queue import QueueCalls
 from plexrl_slurm.daemons.service_submission import hashed
-from plexrl_slurm.daemons.shell import Entry
 from plexrl_slurm.daemons.state import LiveJob, LiveSession
 from plexrl_slurm.daemons.wpg_views import wpg_views
 from plexrl_slurm.db import calls, deployments, holds, ledger, queue

@@ -14,11 +14,11 @@ from plexrl_slurm.core.errors import BadInput, NotFound, UnknownModel
 from plexrl_slurm.core.ids import CallId, DeploymentId, WpgId
 from plexrl_slurm.core.messages import Call, Deployment, FunctionKind, Pool
 from plexrl_slurm.daemons import shared_tier
+from plexrl_slurm.daemons.entries import Entry
 from plexrl_slurm.daemons.orders import Weights
 from plexrl_slurm.daemons.parts import tokens_of
 from plexrl_slurm.daemons.service_base import file_name
 from plexrl_slurm.daemons.service_training import TrainingCalls, session_number
-from plexrl_slurm.daemons.shell import Entry
 from plexrl_slurm.daemons.spool import SampleLine
 from plexrl_slurm.daemons.state import LiveSession, LiveSnapshot, Sampler
 from plexrl_slurm.db import checkpoints, snapshots

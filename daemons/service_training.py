@@ -21,9 +21,9 @@ from plexrl_slurm.core.errors import BadInput, ModelTooLarge, NotFound, UnknownM
 from plexrl_slurm.core.ids import CallId, DeploymentId
 from plexrl_slurm.core.messages import Call, Deployment, FunctionKind, Pool
 from plexrl_slurm.daemons import shared_tier
+from plexrl_slurm.daemons.entries import Entry
 from plexrl_slurm.daemons.parts import cuts, tokens_of
 from plexrl_slurm.daemons.service_base import ServiceBase, file_name
-from plexrl_slurm.daemons.shell import Entry
 from plexrl_slurm.daemons.state import LiveDeployment, LiveJob, LiveSnapshot, Sampler
 from plexrl_slurm.db import calls, checkpoints, deployments, snapshots
 from plexrl_slurm.db.models import CheckpointKind, CheckpointRow

@@ -21,7 +21,8 @@ from plexrl_slurm.core.messages import (
     WpgDown,
 )
 from plexrl_slurm.daemons import shell as shell_module
-from plexrl_slurm.daemons.shell import Entry, Shell
+from plexrl_slurm.daemons.entries import Entry
+from plexrl_slurm.daemons.shell import Shell
 from plexrl_slurm.daemons.spool import Spool
 
 WPG = WpgId("train-0")
