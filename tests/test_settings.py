@@ -203,10 +203,10 @@ def test_every_setting_is_read(config: Path) -> None:
         ),
         pytest.param(
             '[[wpg]]\npool = "train"\nengine = "deepspeed"',
-            f'nvme_dir = "nvme"\nnvme_bytes = {30 * PARAMETERS}\n[[wpg]]\npool = "train"\n'
+            f'nvme_dir = "nvme"\nnvme_bytes = {51 * PARAMETERS}\n[[wpg]]\npool = "train"\n'
             f'engine = "deepspeed"\noptions = {SWAPPED}',
             "partition.nvme_bytes",
-            "(4 versions of its state)",
+            "(4 versions of its state, gradients)",
             id="swapped on a small disk",
         ),
         pytest.param(
