@@ -247,11 +247,11 @@ def check_swap(
         )
     size = values.get("nvme_bytes")
     for model in models:
-        needed = zero.SWAP_VERSIONS * zero.SWAPPED_BYTES * model.parameters
+        needed = (zero.SWAP_VERSIONS * zero.SWAPPED_BYTES + zero.GRADIENT_BYTES) * model.parameters
         if size is not None and needed > size:
             report.bad(
                 "partition.nvme_bytes",
                 f"with offload_optimizer = 'nvme' one deployment of model {model.name} takes up "
-                f"to {in_words(needed)} there ({zero.SWAP_VERSIONS} versions of its state) "
-                f"and nvme_bytes is {in_words(size)}: raise nvme_bytes, or write 'cpu'",
+                f"to {in_words(needed)} there ({zero.SWAP_VERSIONS} versions of its state, "
+                f"gradients) and nvme_bytes is {in_words(size)}: raise nvme_bytes, or write 'cpu'",
             )

@@ -18,6 +18,8 @@ from plexrl_slurm.core.errors import BadInput
 
 #: What an engine can hold on its devices.
 DTYPES: Final = ("float32", "bfloat16")
+#: Why float16 is not among them.
+_NO_FLOAT16: Final = " (in float16 DeepSpeed skips steps while it looks for a loss scale)"
 DTYPE_OF_HEADER: Final[Mapping[str, str]] = {
     "F32": "float32",
     "BF16": "bfloat16",
@@ -72,8 +74,9 @@ def read_model_folder(folder: Path, *, dtype: str | None = None) -> ModelFolder:
     _compare_embedding(folder, tensors, vocab_size)
     chosen = dtype or config.get("dtype") or config.get("torch_dtype") or _common_dtype(tensors)
     if chosen not in DTYPES:
+        why = _NO_FLOAT16 if chosen == "float16" else ""
         raise BadInput(
-            f"{folder} is {chosen}, and engines hold {' or '.join(DTYPES)}: "
+            f"{folder} is {chosen}, and engines hold {' or '.join(DTYPES)}{why}: "
             f'write dtype = "bfloat16" or dtype = "float32" for this model'
         )
     shaping = {key: value for key, value in config.items() if key not in IRRELEVANT}

@@ -16,6 +16,8 @@ OFFLOAD_DEVICES: Final = {
 
 #: Bytes a parameter of what ``offload_optimizer = "nvme"`` moves: master weight and two moments.
 SWAPPED_BYTES: Final = 12
+#: Bytes a parameter of the gradients that go through the disk in a step.
+GRADIENT_BYTES: Final = 4
 #: Versions of it that a deployment has on the disk at most: of two images, the current one, and
 #: the one that a step writes.
 SWAP_VERSIONS: Final = 4

@@ -12,7 +12,9 @@ from tests.engines.test_deepspeed_gang import run_gang
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 
-@pytest.mark.parametrize("layout", ["2-float32", "3-swapped-param-bfloat16"])
+@pytest.mark.parametrize(
+    "layout", ["2-float32", "3-swapped-param-bfloat16", "3-swapped-matrices-float32"]
+)
 def test_replay_after_a_death_in_a_backward_pass_is_bit_identical(
     tiny_folder: Path, tmp_path: Path, layout: str
 ) -> None:
