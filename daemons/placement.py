@@ -117,10 +117,13 @@ class Placer:
 
     def _may_fit(self, want: Wanted) -> bool:
         """Whether a WPG of the configuration is large enough; it need not be held now."""
-        need, fits_host = want.image_bytes, host_need([want.image_bytes]) <= self._host_bytes
+        need, host = want.image_bytes, host_need([want.image_bytes])
         tables = [table for table in self._tables if table.pool == want.pool]
-        return fits_host and (
-            not tables or any(need <= self._device_bytes(table) for table in tables)
+        if not tables:
+            return host <= self._host_bytes
+        return any(
+            need <= self._device_bytes(table) and host <= self._host_bytes * table.nodes
+            for table in tables
         )
 
     def _device_bytes(self, table: WpgSettings) -> int:
@@ -131,8 +134,11 @@ class Placer:
             Site(
                 wpg=held.wpg,
                 device_bytes=self._device_bytes(held.slot.table),
-                host_bytes=self._host_bytes,
-                nvme_bytes=self._nvme_bytes if held.wpg.pool is Pool.TRAIN else 0,
+                # Each of its nodes has an equal share of every image.
+                host_bytes=self._host_bytes * held.slot.table.nodes,
+                nvme_bytes=(
+                    self._nvme_bytes * held.slot.table.nodes if held.wpg.pool is Pool.TRAIN else 0
+                ),
             )
             for wpg, held in self.wpgs.items()
             if wpg not in self.draining

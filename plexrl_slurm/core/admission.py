@@ -18,7 +18,7 @@ class Site:
     wpg: Wpg
     #: Bytes that a resident may take on its devices, all GPUs together.
     device_bytes: int
-    #: Bytes that images of its deployments may take in the host tier.
+    #: Bytes that images of its deployments may take in the host tiers of all its nodes together.
     host_bytes: int
     #: Bytes that more of them may take below it; those that a switch moves are above.
     nvme_bytes: int = 0
