@@ -6,6 +6,7 @@ from pathlib import Path
 from plexrl_slurm.core.errors import BadImage
 from plexrl_slurm.daemons.fallback import Found
 from plexrl_slurm.memory import durable
+from plexrl_slurm.memory.fence import token_of
 from plexrl_slurm.memory.images import Held, ImageStore
 from plexrl_slurm.transport import messages as tm
 
@@ -70,6 +71,7 @@ class Persisting:
                 folder,
                 store.paths(held.slot),
                 writer=self.writer,
+                order=token_of(order.epoch, order.id),
                 swap=self._swap(order.wpg, order.deployment),
             )
             self._persisted[order.deployment] = held.progress
