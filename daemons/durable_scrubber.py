@@ -97,7 +97,7 @@ class DurableScrubber:
         known = parts.shell.durable.get(name)
         if live is None or live.dropped or known is None:
             return
-        kept = await asyncio.to_thread(_left, folder.parent)
+        kept = await asyncio.to_thread(_left, folder.parent, known.progress)
         if kept is not None:
             parts.shell.durable[name] = kept
         else:
@@ -142,9 +142,10 @@ def _ages(known: Iterable[tuple[DeploymentId, Path]]) -> dict[Path, tuple[int, D
     return found
 
 
-def _left(home: Path) -> Durable | None:
-    """The newest image of a deployment, and what is before it."""
-    newest = newest_below(home, (1 << 62, 0))
+def _left(home: Path, known: tuple[int, int]) -> Durable | None:
+    """The newest image of a deployment up to the one that was ``known``, and what is before it."""
+    seq, part = known
+    newest = newest_below(home, (seq, part + 1))
     if newest is None:
         return None
     spare = newest_below(home, newest.progress)

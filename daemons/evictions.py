@@ -7,6 +7,7 @@ from plexrl_slurm.api.service import Principal
 from plexrl_slurm.core.errors import BadInput, NotFound
 from plexrl_slurm.core.ids import DeploymentId, JobId
 from plexrl_slurm.daemons.agents import AgentHub
+from plexrl_slurm.daemons.gang_evictions import GangEviction
 from plexrl_slurm.daemons.service_import import ImportCalls
 from plexrl_slurm.daemons.state import LiveDeployment
 from plexrl_slurm.transport import messages as tm
@@ -38,10 +39,10 @@ class EvictCalls(ImportCalls):
     async def _evict(self, live: LiveDeployment, to: str) -> dict[str, Any]:
         hub = self._parts.hub
         view = hub.wpgs.get(live.wpg) if hub is not None else None
-        if hub is not None and view is not None and hub.gangs.get(live.wpg) is not None:
-            raise BadInput(
-                f"{live.id}: WPG {live.wpg} lies on nodes {view.node}, and the agents decide what "
-                f"leaves the memory of several nodes: give them an nvme_dir, or more host_bytes"
+        gang = hub.gangs.get(live.wpg) if hub is not None else None
+        if hub is not None and gang is not None:
+            return await GangEviction(self._parts, hub, gang, self._ask).evict(
+                live, to, persisted=self.image_persisted
             )
         if hub is None or view is None or not view.agent:
             raise BadInput(f"{live.id}: WPG {live.wpg} has no agent now: try again when it is up")

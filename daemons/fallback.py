@@ -15,6 +15,7 @@ from typing import Final, TypeAlias, TypeVar
 
 from plexrl_slurm.core.errors import BadImage
 from plexrl_slurm.memory import durable
+from plexrl_slurm.memory.fence import Token
 from plexrl_slurm.memory.images import Held, ImageStore
 from plexrl_slurm.memory.slab import read_header
 from plexrl_slurm.memory.swap import VERSION, check_version
@@ -153,6 +154,7 @@ async def copy_held(
     folder: Path,
     *,
     writer: str,
+    order: Token,
     swap: Path | None,
     trust: Trust | None,
 ) -> None:
@@ -160,7 +162,9 @@ async def copy_held(
     store.pin(held.slot)
     try:
         slabs = store.paths(held.slot)
-        await asyncio.to_thread(durable.write_image, folder, slabs, writer=writer, swap=swap)
+        await asyncio.to_thread(
+            durable.write_image, folder, slabs, writer=writer, order=order, swap=swap
+        )
     except BadImage:
         if swap is not None and trust is not None:
             trust.doubt(swap)

@@ -6,6 +6,7 @@ from typing import Any
 
 from plexrl_slurm.core.ids import CauseId, DeploymentId, JobId, WpgId
 from plexrl_slurm.core.messages import Pool
+from plexrl_slurm.daemons import shared_tier
 from plexrl_slurm.daemons.recovery import Recovery
 from plexrl_slurm.daemons.service_base import Parts
 from plexrl_slurm.daemons.service_jobs import PartitionService
@@ -13,6 +14,7 @@ from plexrl_slurm.daemons.service_training import training_deployment
 from plexrl_slurm.daemons.state import LiveJob
 from plexrl_slurm.db import deployments, queue, snapshots
 from plexrl_slurm.logs import say
+from plexrl_slurm.memory.fence import token_of
 
 log = logging.getLogger(__name__)
 
@@ -127,6 +129,11 @@ class Mover:
             if live.job != job.id or live.dropped or live.wpg != old:
                 continue
             live.wpg = new
+            if parts.hub is not None:
+                order = token_of(parts.epoch, parts.hub.order_id())
+                shared_tier.take_over(
+                    parts.settings, live.id, order, parts.shell.durable_progress(live.id)
+                )
             if live.id in parts.shell.deployments:
                 parts.shell.move(
                     training_deployment(live, job, parts.settings.models[live.model]),

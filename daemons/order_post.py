@@ -184,6 +184,10 @@ class OrderPost:
             if self._persisting.get(deployment, (b"",))[0] in addresses:
                 del self._persisting[deployment]  # the core has forgotten it with the move
 
+    def is_persisting(self, deployment: str) -> bool:
+        """Whether its image is being copied to the durable tier, as the core asked."""
+        return deployment in self._persisting
+
     def order_id(self) -> str:
         """Of the next order."""
         self._orders += 1

@@ -8,6 +8,7 @@ from plexrl_slurm.daemons import fallback
 from plexrl_slurm.daemons.fallback import Found
 from plexrl_slurm.daemons.host_tier import HostTier
 from plexrl_slurm.memory import durable, shares
+from plexrl_slurm.memory.fence import token_of
 from plexrl_slurm.memory.images import Held, ImageStore
 from plexrl_slurm.memory.part_images import PartImages
 from plexrl_slurm.transport import messages as tm
@@ -125,7 +126,13 @@ class PartTier(HostTier):
         """Every node has copied its share: make the durable image whole. Raises ``BadImage``."""
         root = Path(order.folder)
         folder = durable.folder_of(root, order.deployment, order.image or (0, 0))
-        manifest = await asyncio.to_thread(shares.finish, folder, order.shares, name=order.share)
+        manifest = await asyncio.to_thread(
+            shares.finish,
+            folder,
+            order.shares,
+            name=order.share,
+            order=token_of(order.epoch, order.id),
+        )
         if order.known is not None:
             await asyncio.to_thread(durable.keep_newest, root, order.deployment, order.known)
         return manifest

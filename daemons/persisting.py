@@ -7,6 +7,7 @@ from plexrl_slurm.core.errors import BadImage
 from plexrl_slurm.daemons import fallback
 from plexrl_slurm.daemons.fallback import Found
 from plexrl_slurm.memory import durable
+from plexrl_slurm.memory.fence import token_of
 from plexrl_slurm.memory.images import Held, ImageStore
 from plexrl_slurm.memory.swap_manifest import Trust
 from plexrl_slurm.transport import messages as tm
@@ -74,6 +75,7 @@ class Persisting:
             held,
             folder,
             writer=self.writer,
+            order=token_of(order.epoch, order.id),
             swap=self._swap(order.wpg, order.deployment),
             trust=self._trust,
         )

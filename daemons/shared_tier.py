@@ -40,6 +40,17 @@ def drop_snapshot(settings: Settings, snapshot: str) -> None:
     asyncio.get_running_loop().run_in_executor(None, delete)
 
 
+def take_over(
+    settings: Settings, deployment: str, order: tuple[int, int], known: tuple[int, int] | None
+) -> None:
+    """It has another home: agents of the one before add no durable image any more."""
+    if settings.durable:
+        root = settings.durable_dir
+        asyncio.get_running_loop().run_in_executor(
+            None, durable.take_over, root, deployment, order, known
+        )
+
+
 def drop_images(settings: Settings, deployment: str) -> None:
     """It is gone; an agent may be copying it, and then this is called again."""
     root = settings.durable_dir

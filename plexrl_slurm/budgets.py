@@ -42,19 +42,32 @@ def on_gangs(model: ModelSpec, gangs: Iterable[Gang]) -> ModelSpec:
     return replace(model, image_bytes=max(sizes, default=0))
 
 
+def share_of(model: ModelSpec, gangs: Iterable[tuple[Gang, int]]) -> int:
+    """The most that one node has of an image, on WPGs that each lie on so many nodes."""
+    shares = [
+        -(-size // nodes) for gang, nodes in gangs if (size := on_gangs(model, [gang]).image_bytes)
+    ]
+    return max(shares, default=model.train_bytes)
+
+
 def check_budgets(
     report: Report,
     values: Mapping[str, Any],
     models: Sequence[tuple[str, ModelSpec]],
+    *,
+    gangs: Sequence[tuple[Gang, int]] = (),
 ) -> None:
     """Every model has to fit into the host tier, and into what is below it if there is that.
 
-    A switch needs two images in memory: one goes out while the other comes in.
+    A switch needs two images in memory: one goes out while the other comes in. ``gangs``: the
+    training WPGs, and on how many nodes each lies, which have equal shares of an image.
     """
     host, nvme = values.get("host_bytes"), values.get("nvme_bytes")
     for key, model in models:
-        image = model.train_bytes
+        image = share_of(model, gangs)
         each = f"{image / model.parameters:g} bytes a parameter"
+        if image < model.train_bytes:
+            each += " on each of its nodes"
         needed = 2 * image + model.weights_bytes
         if host is not None and needed > host:
             report.bad(

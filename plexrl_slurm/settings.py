@@ -275,7 +275,8 @@ def check(path: Path) -> Findings:
     _check_models(report, models, wpgs)
     _check_tensor_parallel(report, [model for _, model in models], wpgs)
     local = hold.backend == "local"
-    check_budgets(report, values, models)
+    spread = [((w.gpus, w.options), w.nodes) for w in wpgs if w.pool == "train"]
+    check_budgets(report, values, models, gangs=spread)
     check_nvme(report, values, here=local, durable=not local or hold.durable)
     check_swap(report, values, [model for _, model in models], wpgs)
     _check_places(report, values)

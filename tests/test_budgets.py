@@ -183,3 +183,17 @@ def test_the_largest_image_on_the_wpgs_there_are_is_what_counts_everywhere(write
     impossible: budgets.Gang = (8, {"zero_stage": 9})
     for gangs, size in (([], 20), ([eight], 20), ([eight, two], 24), ([impossible, two], 24)):
         assert budgets.on_gangs(model, gangs).train_bytes == size * PARAMETERS
+
+
+def test_on_several_nodes_each_has_its_share_of_an_image(write: Write) -> None:
+    one, two = "gpus = 4\n", "gpus = 4\nnodes = 2\n"
+    # 12 + 4 x 4 + 4 = 32 bytes a parameter on all ranks.
+    (problem,) = check(write(train=one, host_bytes="40MiB")).problems
+    assert "two training images of 32.00 MiB, 32 bytes a parameter," in problem
+    assert check(write(train=two, host_bytes="40MiB")).problems == ()
+    (problem,) = check(write(train=two, host_bytes="35MiB")).problems
+    assert "two training images of 16.00 MiB, 16 bytes a parameter on each of its nodes" in problem
+    disk = nvme("disk/plexrl", "17MiB")
+    assert check(write(train=two, host_bytes="40MiB", nvme=disk)).problems == ()
+    (problem,) = check(write(train=two, host_bytes="40MiB", nvme=disk.replace("17", "15"))).problems
+    assert "a training image of model tiny has 16.00 MiB" in problem

@@ -21,7 +21,7 @@ PATIENCE_S: Final = 10.0
 def claim(path: Path) -> str:
     """Be the one that publishes ``path``; the token to publish with."""
     token = uuid.uuid4().hex
-    with _locked(_owner(path)) as descriptor:
+    with locked(_owner(path)) as descriptor:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, token.encode(), 0)
         os.fsync(descriptor)
@@ -36,7 +36,7 @@ def publishing(path: Path, token: str) -> Iterator[bool]:
     if not owner.exists():
         yield False
         return
-    with _locked(owner) as descriptor:
+    with locked(owner) as descriptor:
         mine = os.pread(descriptor, 64, 0).decode() == token
         yield mine
         if mine or os.fstat(descriptor).st_size == 0:
@@ -54,7 +54,8 @@ def _owner(path: Path) -> Path:
 
 
 @contextmanager
-def _locked(owner: Path) -> Iterator[int]:
+def locked(owner: Path) -> Iterator[int]:
+    """The file's descriptor, while nobody else has it; but see ``PATIENCE_S``."""
     until = time.monotonic() + PATIENCE_S
     while True:
         descriptor = os.open(owner, os.O_RDWR | os.O_CREAT, 0o600)

@@ -16,6 +16,7 @@ import msgspec
 
 from plexrl_slurm.core.errors import BadImage
 from plexrl_slurm.memory import disk, sums, swap_manifest
+from plexrl_slurm.memory.fence import NONE, Token, moving, passing
 from plexrl_slurm.memory.files import (
     chunks,
     publish_folder,
@@ -55,6 +56,8 @@ class Manifest(msgspec.Struct, frozen=True):
     files: tuple[RankFile, ...]
     #: What the ranks' swap folders held, by ``rank-0.swap/NAME``.
     swapped: tuple[RankFile, ...] = ()
+    #: Of the order that it was written by.
+    order: Token = NONE
 
     @property
     def bytes(self) -> int:
@@ -74,19 +77,27 @@ def home_of(durable: Path, deployment: str) -> Path:
 
 
 def write_image(
-    folder: Path, slabs: Sequence[Path], *, writer: str, swap: Path | None = None
+    folder: Path,
+    slabs: Sequence[Path],
+    *,
+    writer: str,
+    swap: Path | None = None,
+    order: Token = NONE,
 ) -> Manifest:
     """Copy complete slabs, one for each rank, into the new ``folder``; and what of the state is in
     the deployment's swap folder, ``swap``.
 
-    ``writer`` keeps apart what two agents write at once. If the folder is there already, it has
-    the same image. Raises ``BadImage`` for a slab that is not complete, and ``StorageFull``.
+    ``writer`` keeps apart what two agents write at once. If the folder is there already, and not
+    of an earlier home, it has the same image. Raises ``BadImage`` for a slab that is not complete,
+    ``StorageFull``, and ``Denied`` if ``order`` is not the newest one.
     """
     header = read_header(slabs[0])
     part = folder.with_name(f".{folder.name}.{writer}.part")
     disk.disk.remove_tree(part)
     disk.disk.make_folder(part)
     try:
+        with passing(folder.parent, order):
+            pass  # before anything is copied
         files, swapped = [], []
         for rank, slab in enumerate(slabs):
             files.append(write_rank(part, slab, rank))
@@ -106,16 +117,41 @@ def write_image(
             progress=header.progress,
             files=tuple(files),
             swapped=tuple(swapped),
+            order=order,
         )
         write_bytes(part / MANIFEST, msgspec.json.encode(manifest))
-        if (folder / MANIFEST).exists():
+        publish(part, folder, order)
+        return manifest
+    finally:
+        disk.disk.remove_tree(part)
+
+
+def publish(part: Path, folder: Path, order: Token) -> None:
+    """Give the finished folder ``part`` its name. Raises ``Denied``; see :func:`write_image`."""
+    with passing(folder.parent, order) as moved:
+        if _order_of(folder) >= moved and (folder / MANIFEST).exists():
             sync_folder(folder.parent)  # whoever gave it its name may have died before that
         else:
             publish_folder(part, folder)
         sync_folder(folder.parent.parent)
-        return manifest
-    finally:
-        disk.disk.remove_tree(part)
+
+
+def _order_of(folder: Path) -> Token:
+    try:
+        return read_manifest(folder).order
+    except BadImage:
+        return NONE
+
+
+def take_over(durable: Path, deployment: str, order: Token, known: tuple[int, int] | None) -> None:
+    """The deployment has another home, which goes on from the image with progress ``known``: no
+    order before ``order`` adds an image any more, and newer ones that such orders have added go."""
+    home = home_of(durable, deployment)
+    with moving(home, order):
+        for folder in folders_of(home):
+            newer = known is None or progress_of(folder) > known
+            if newer and _order_of(folder) < order:
+                _delete(folder)
 
 
 def _write_file(path: Path, parts: Iterable[memoryview]) -> int:

@@ -13,7 +13,8 @@ import msgspec
 from plexrl_slurm.core.errors import BadImage
 from plexrl_slurm.memory import durable
 from plexrl_slurm.memory.durable import Manifest, RankFile
-from plexrl_slurm.memory.files import publish_folder, sync_folder, write_bytes
+from plexrl_slurm.memory.fence import NONE, Token
+from plexrl_slurm.memory.files import sync_folder, write_bytes
 from plexrl_slurm.memory.slab import read_header
 
 
@@ -54,8 +55,9 @@ def write_share(folder: Path, slabs: Sequence[Path], *, name: str) -> bytes:
     return msgspec.msgpack.encode(share)
 
 
-def finish(folder: Path, shares: Sequence[bytes], *, name: str) -> Manifest:
-    """All nodes have written: the image is there from now on. Raises ``BadImage``."""
+def finish(folder: Path, shares: Sequence[bytes], *, name: str, order: Token = NONE) -> Manifest:
+    """All nodes have written: the image is there from now on. Raises ``BadImage``, and ``Denied``
+    if ``order`` is not the newest one."""
     found = [msgspec.msgpack.decode(share, type=Share) for share in shares]
     files = {rank: file for share in found for rank, file in share.files.items()}
     part, first = _part(folder, name), found[0]
@@ -71,11 +73,10 @@ def finish(folder: Path, shares: Sequence[bytes], *, name: str) -> Manifest:
             deployment=first.deployment,
             progress=first.progress,
             files=tuple(files[rank] for rank in range(first.world)),
+            order=order,
         )
         write_bytes(part / durable.MANIFEST, msgspec.json.encode(manifest))
-        if not (folder / durable.MANIFEST).exists():
-            publish_folder(part, folder)
-            sync_folder(folder.parent.parent)
+        durable.publish(part, folder, order)
         return manifest
     finally:
         # Of a deployment there is one copy under way at most: all others are left over.

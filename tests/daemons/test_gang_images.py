@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from plexrl_slurm.core.errors import BadInput
 from plexrl_slurm.core.ids import CauseId, DeploymentId
 from plexrl_slurm.core.messages import Activity, ImagesLeft, Persist, Switch
 from plexrl_slurm.daemons import gang_orders
@@ -347,18 +346,5 @@ def test_a_copy_goes_on_while_ranks_start_again_and_ends_with_an_agent(play: Pla
         site.answer(site.first, one, "share", result=b"of n1")
         await site.daemon.hello(site.hold, "n2", epoch=2)
         assert MODEL not in site.daemon.hub._persisting
-
-    play(scene)
-
-
-def test_people_cannot_evict_an_image_of_several_nodes_and_are_told_why(play: Play) -> None:
-    async def scene(world: World) -> None:
-        site = await Site.up(await world.daemon())
-        await site.created()
-        (job,) = site.daemon.state.jobs.values()
-        with pytest.raises(BadInput, match="lies on nodes n1,n2"):
-            await site.daemon.service.evict_state(
-                site.daemon.who(job), job.id, deployment="", to="nvme"
-            )
 
     play(scene)

@@ -184,3 +184,31 @@ def test_a_model_waits_while_only_smaller_wpgs_than_it_needs_are_held(
     other.wpgs[held.id] = held
     with pytest.raises(ModelTooLarge):
         other.admit(job, ["tiny"])
+
+
+def test_each_node_of_a_wpg_has_its_share_of_an_image(tmp_path: Path) -> None:
+    table = WpgSettings(pool="train", engine="fake_train", gpus=2, nodes=2)
+    # Two images do not fit into one node's memory, and their halves do.
+    settings = replace(
+        settings_in(tmp_path), wpgs=(table,), host_bytes=TINY.train_bytes + TINY.train_bytes // 4
+    )
+    rooms = [
+        Room(place=Place(hold="h1", component=0, node=node), pool=Pool.TRAIN, gpus=1)
+        for node in ("n1", "n2")
+    ]
+    job = LiveJob(
+        id=JobId(1), uid=1, user="ada", name="j", seed=0, priority=1, slurm_id=SlurmId("1"),
+        running=False,
+    )  # fmt: skip
+    placer = Placer(State(), settings)
+    (held,) = lay_out(wpg_slots(settings), rooms, taken=())
+    placer.wpgs[held.id] = held
+    assert placer.home(job, Pool.TRAIN, TINY) == held.id
+    one_node = replace(settings, wpgs=(replace(table, nodes=1),))
+    other = Placer(State(), one_node)
+    whole = [replace(rooms[0], gpus=2)]
+    (alone,) = lay_out(wpg_slots(one_node), whole, taken=())
+    other.wpgs[alone.id] = alone
+    job.homes.clear()
+    with pytest.raises(ModelTooLarge):
+        other.home(job, Pool.TRAIN, TINY)
