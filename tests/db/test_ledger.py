@@ -33,6 +33,17 @@ def test_books_that_tile_the_hold_have_no_flaw(session: Session) -> None:
     assert spent == {"busy": 34, "switch": 0, "kept": 0, "idle": 106, "down": 60}
 
 
+def test_a_wpg_that_shares_gpus_is_booked_on_the_one_that_has_them(session: Session) -> None:
+    add_hold(session, now_us=100, wpgs=(TRAIN,))
+    sharing = Wpg(id=ROLLOUT, pool=Pool.ROLLOUT, gpus=0, shares=TRAIN)
+    holds.hold_wpgs(session, HOLD, [holds.Stay(wpg=sharing, held_us=100)])
+    charge(session, 100, 150)
+    holds.end_hold(session, HOLD, now_us=150)
+    assert flaws(session) == []
+    charge(session, 120, 130, wpg=ROLLOUT)
+    assert flaws(session) == [(FlawKind.AMOUNT, 120, 130, 20)], "that time is booked twice"
+
+
 @pytest.mark.parametrize(
     ("booked", "found"),
     [
