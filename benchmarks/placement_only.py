@@ -16,7 +16,17 @@ from itertools import count
 from pathlib import Path
 
 from plexrl_slurm.core.backlog import HOUR_US, Backlog, Waiting
-from plexrl_slurm.core.grouping import Group, Home, Member, Placement, Pools, Rules, Why, place
+from plexrl_slurm.core.grouping import (
+    Group,
+    Home,
+    Member,
+    Placement,
+    Pools,
+    Rules,
+    Why,
+    allowance,
+    place,
+)
 from plexrl_slurm.core.ids import JobId
 from plexrl_slurm.core.predict import Profile, slowdowns
 from plexrl_slurm.core.regroup import Regrouping, merge, relieve
@@ -52,6 +62,9 @@ class Job:
 
 class Partition:
     """One run."""
+
+    #: Whether what jobs have lost so far counts.
+    allows = True
 
     def __init__(self, trace: list[TraceJob], cluster: Cluster, plan: Plan) -> None:
         self.plan, self.cluster, self.now_us, self.moves = plan, cluster, 0, 0
@@ -175,6 +188,7 @@ class Partition:
 
     def _regroup(self) -> None:
         plan = self.plan
+        self._allow()
         for number in sorted(self._doubtful):
             group = self.pools.groups.get(number)
             found = group and relieve(group, self.pools, plan.rules, self._may_move)
@@ -183,6 +197,19 @@ class Partition:
         self._doubtful.clear()
         while (found := merge(self.pools, plan.rules, self._may_move)) is not None:
             self._move(found)
+
+    def _allow(self) -> None:
+        """What is left of promises."""
+        for group in self.pools.groups.values():
+            for number, member in group.members.items():
+                job = self.jobs[number]
+                if job.learned and self.allows:
+                    left_us = job.left_us - (self.now_us - job.at_us) * job.rate
+                    taken_us, done_us = self.now_us - job.start_us, job.alone_us - left_us
+                    allowed = allowance(member, done_us=done_us, taken_us=taken_us, left_us=left_us)
+                    group.members[number] = replace(member, allowed=allowed)
+                    if allowed < member.max_slowdown:
+                        self._doubtful.add(group.number)
 
     def _may_move(self, number: JobId) -> bool:
         job, least_us = self.jobs[number], self.plan.regroup_us
@@ -255,6 +282,9 @@ def main() -> None:
         for words, plan in VARIANTS:
             row = Partition(trace, split(gpus, "2:1"), plan).run()
             print(f"| {name} | {words} | {row} |", flush=True)
+        blind = Partition(trace, split(gpus, "2:1"), VARIANTS[0][1])
+        blind.allows = False
+        print(f"| {name} | what a job has lost so far does not count | {blind.run()} |", flush=True)
 
 
 if __name__ == "__main__":
