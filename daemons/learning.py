@@ -12,7 +12,13 @@ from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.costs import SwitchCosts
 from plexrl_slurm.core.ids import CauseId, JobId
 from plexrl_slurm.core.learning import Learned, Learner
-from plexrl_slurm.core.messages import AnyEvent, AnyInstruction, Pool
+from plexrl_slurm.core.messages import (
+    AnyEvent,
+    AnyInstruction,
+    DeploymentPlaced,
+    Expected,
+    Pool,
+)
 from plexrl_slurm.core.policy import Policy
 from plexrl_slurm.core.profiles import Guess, Habits
 from plexrl_slurm.daemons.placement import Placer
@@ -43,9 +49,13 @@ class LearningCore(JournalledCore):
         self.learner = Learner()
         #: Called when a step of a job was measured.
         self.on_step: Callable[[JobId], None] = lambda _job: None
+        #: What is believed of a job that comes.
+        self.expected_of: Callable[[JobId], Expected | None] = lambda _job: None
         self._learns = True
 
     def handle(self, event: AnyEvent) -> list[AnyInstruction]:
+        if isinstance(event, DeploymentPlaced) and event.expected is None:
+            event = replace(event, expected=self.expected_of(event.deployment.job))
         out = super().handle(event)
         self._watch(event, event.at_us, out)
         return out
@@ -85,6 +95,8 @@ class HabitBook:
         self._partition, self._writer, self._state = partition, writer, state
         self._guess, self._guessed = guess, guess.habits()
         self._known: dict[Key, Known] = {}
+        #: The newest by user and model, and by model alone (""); of these by GPUs, newest last.
+        self._sizes: dict[tuple[str, str], dict[int, Known]] = {}
         self._own: dict[JobId, Learned] = {}
         self._habits: dict[JobId, Habits] = {}
         #: Where jobs live; set by :meth:`inform`.
@@ -109,13 +121,12 @@ class HabitBook:
 
     def _remember(self, row: ProfileRow) -> None:
         key = (row.user, row.name, row.model, row.gpus)
-        # Later ones are newer, and the newest of a kind is found last.
-        self._known.pop(key, None)
-        self._known[key] = Known(
+        known = Known(
             learned=msgspec.convert(row.learned, Learned),
             run_steps=row.run_steps,
             run_us=row.run_us,
         )
+        self._put(key, known)
 
     # -- asked -------------------------------------------------------------------------------
     def habits_of(self, job: LiveJob, model: str, gpus: int) -> Habits:
@@ -129,12 +140,30 @@ class HabitBook:
         exact = self._known.get((job.user, job.name, model, gpus))
         if exact is not None:
             return exact
-        best: tuple[tuple[bool, bool], Known] | None = None
-        for (user, _, name, size), known in self._known.items():
-            rank = (user == job.user, size == gpus)
-            if name == model and (best is None or rank >= best[0]):
-                best = (rank, known)
-        return None if best is None else best[1]
+        for sizes in (self._sizes.get((job.user, model)), self._sizes.get(("", model))):
+            if sizes:
+                return sizes[gpus] if gpus in sizes else next(reversed(sizes.values()))
+        return None
+
+    def _put(self, key: Key, known: Known) -> None:
+        """The newest of its key, of its user and of anybody."""
+        self._known[key] = known
+        user, _, model, gpus = key
+        for whose in (user, ""):
+            sizes = self._sizes.setdefault((whose, model), {})
+            sizes.pop(gpus, None)
+            sizes[gpus] = known
+
+    def expected_of(self, job_id: JobId) -> Expected | None:
+        """For the scheduler's estimates; ``None``: nobody knows anything."""
+        job = self._state.jobs.get(job_id)
+        if job is None:
+            return None
+        if (own := self._own.get(job_id)) is not None:
+            return own.expected()
+        model = job.models[0] if job.models else ""
+        known = self._like(job, model, self._gpus(job))
+        return None if known is None else known.learned.expected()
 
     def source(self, job: LiveJob) -> str:
         """Where what is believed of it comes from, for people."""
@@ -218,11 +247,11 @@ class HabitBook:
         if not job.models:
             return
         key = (job.user, job.name, job.models[0], self._gpus(job))
-        before = self._known.pop(key, None)
+        before = self._known.get(key)
         known = Known(learned=learned) if before is None else replace(before, learned=learned)
         if run is not None:
             known = replace(known, run_steps=learned.steps, run_us=run)
-        self._known[key] = known
+        self._put(key, known)
         values: dict[str, Any] = {
             "partition": self._partition,
             **dict(zip(("user", "name", "model", "gpus"), key, strict=True)),

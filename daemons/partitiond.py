@@ -173,6 +173,7 @@ class Daemon:
         parts.placer.journal = core.placed
         parts.habits.inform(parts.placer, core.learner)
         core.on_step = parts.habits.stepped
+        core.expected_of = parts.habits.expected_of
         await parts.habits.read(store)
         service = PartitionService(parts)
         books.on_end = service.call_ended

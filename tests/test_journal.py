@@ -4,14 +4,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
+import msgspec
 import pytest
 
 from plexrl_slurm import journal
 from plexrl_slurm.core.admission import Asked, Placement
 from plexrl_slurm.core.costs import SwitchCosts
 from plexrl_slurm.core.errors import BadInput, BadScript
-from plexrl_slurm.core.ids import CauseId
-from plexrl_slurm.core.messages import AnyEvent, Pool, RunEnded
+from plexrl_slurm.core.ids import CauseId, DeploymentId, JobId, WpgId
+from plexrl_slurm.core.messages import (
+    AnyEvent,
+    Deployment,
+    DeploymentPlaced,
+    Expected,
+    FunctionKind,
+    Pool,
+    RunEnded,
+)
 from plexrl_slurm.core.policy import find_policy
 from plexrl_slurm.core.scheduler import SchedulerCore
 from plexrl_slurm.core.sites import Settled
@@ -161,3 +170,19 @@ def test_placements_are_decided_again_and_another_one_is_told(tmp_path: Path) ->
         list(replay(changed(path, 2, other)))
     with pytest.raises(BadScript, match="is no line of a journal"):
         list(replay(changed(path, 2, b'["place",{"who":1},{}]')))
+
+
+def test_what_was_expected_of_a_job_is_part_of_what_was_heard(tmp_path: Path) -> None:
+    path, name = tmp_path / "1.jsonl", DeploymentId("d")
+    core = JournalledCore(find_policy("atc_h"), path=path, prior=SwitchCosts())
+    deployment = Deployment(
+        id=name, job=JobId(1), pool=Pool.TRAIN, wpg=WpgId("train-0"), image_bytes=1, content=name
+    )
+    expected = Expected(step_us=9, train_us=5, sample_us=3, functions={FunctionKind.OPTIM_STEP: 4})
+    core.handle(
+        DeploymentPlaced(at_us=1, cause=CauseId("c"), deployment=deployment, expected=expected)
+    )
+    core.close()
+    assert list(replay(path)) == [2]
+    fields = msgspec.json.decode(path.read_bytes().split(b"\n")[1])[2]
+    assert msgspec.convert(fields, DeploymentPlaced).expected == expected

@@ -3,7 +3,7 @@
 from typing import Final
 
 from plexrl_slurm.core.ids import JobId
-from plexrl_slurm.core.messages import FunctionKind, Pool
+from plexrl_slurm.core.messages import Expected, FunctionKind, Pool
 
 #: Duration of a function of which nothing is known.
 PRIOR_FUNCTION_US: Final = 1_000_000
@@ -44,6 +44,17 @@ class Estimates:
     def step_us(self, job: JobId) -> int:
         """The job's step time if it never had to wait."""
         return self._steps.get(job, PRIOR_STEP_US)
+
+    def expect(self, job: JobId, expected: Expected) -> None:
+        """What is believed of a job; what it does itself counts more from its first step on."""
+        functions = self._functions.setdefault(job, {})
+        for kind, length_us in expected.functions.items():
+            functions.setdefault(kind, length_us)
+        phases = self._phases.setdefault(job, {})
+        for pool, busy_us in ((Pool.TRAIN, expected.train_us), (Pool.ROLLOUT, expected.sample_us)):
+            if busy_us:
+                phases.setdefault(pool, busy_us)
+        self._steps.setdefault(job, max(LEAST_STEP_US, expected.step_us))
 
     def saw_function(self, job: JobId, kind: FunctionKind, duration_us: int) -> None:
         means = self._functions.setdefault(job, {})

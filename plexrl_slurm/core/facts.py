@@ -226,6 +226,8 @@ def _placed(books: Books, lane: Lane, event: DeploymentPlaced, out: list[AnyInst
         lane.granted(tenant)
     books.homes[deployment.id] = (lane, tenant)
     books.count(deployment, 1)
+    if event.expected is not None:
+        books.estimates.expect(deployment.job, event.expected)
 
 
 def _image_found(

@@ -20,6 +20,7 @@ from plexrl_slurm.core.messages import (
     CallArrived,
     DeploymentDropped,
     DeploymentPlaced,
+    Expected,
     Finish,
     FunctionKind,
     Pool,
@@ -89,6 +90,20 @@ class Learned:
     quantiles: Mapping[str, Quantiles] = field(default_factory=dict)
     #: By kind and size, such as ``forward_backward/13``: up to 2**13 tokens.
     functions: Mapping[str, FunctionTimes] = field(default_factory=dict)
+
+    def expected(self) -> Expected:
+        """For the scheduler's own estimates: functions by kind, whatever their size."""
+        total: dict[FunctionKind, tuple[int, int]] = {}
+        for name, times in self.functions.items():
+            kind = FunctionKind(name.partition("/")[0])
+            count, length_us = total.get(kind, (0, 0))
+            total[kind] = (count + times.count, length_us + times.count * times.mean_us)
+        return Expected(
+            step_us=self.step_us,
+            train_us=self.phase_us,
+            sample_us=self.sample_us,
+            functions={kind: length_us // count for kind, (count, length_us) in total.items()},
+        )
 
     def habits(self, switch_us: int) -> Habits:
         """As profiles; ``switch_us``: what a switch costs if it was never seen."""

@@ -5,6 +5,7 @@ node); it is carried into logs and ledger rows but ignored by ``==``, so tests c
 what matters. ``at_us`` is the instant of an event, UTC microseconds; the core has no clock.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
@@ -184,6 +185,19 @@ class WpgResumed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """What a job's steps are believed to be like, before any of them has run here."""
+
+    #: Alone.
+    step_us: int
+    #: Busy time of one phase, in each pool.
+    train_us: int
+    sample_us: int
+    #: Of one part, by kind.
+    functions: Mapping[FunctionKind, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeploymentPlaced(Event):
     """A deployment got its home."""
 
@@ -199,6 +213,8 @@ class DeploymentPlaced(Event):
     durable: tuple[int, int] | None = None
     #: Progress of the durable image before that one, if it is still there (after a restart).
     spare: tuple[int, int] | None = None
+    #: Of its job; ``None``: nobody knows.
+    expected: Expected | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

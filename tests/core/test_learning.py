@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from plexrl_slurm.core.costs import SwitchCosts
+from plexrl_slurm.core.estimates import Estimates
 from plexrl_slurm.core.ids import CallId, CauseId, DeploymentId, JobId, WpgId
 from plexrl_slurm.core.learning import Learned, Learner, Quantiles
 from plexrl_slurm.core.messages import (
@@ -258,3 +259,22 @@ def test_a_job_that_has_gone_is_forgotten(bench: Bench) -> None:
         bench.feed(DeploymentDropped(at_us=bench.now, cause=C, deployment=name))
     assert bench.learner.learned(JobId(1)) is None
     assert bench.learner._calls == {}
+
+
+def test_what_was_learned_is_what_the_scheduler_expects_of_the_next_one(bench: Bench) -> None:
+    for _ in range(4):
+        bench.step(1, sample=10, train=4)
+    expected = bench.learned().expected()
+    assert (expected.step_us, expected.train_us) == (16 * S, 5 * S)
+    assert expected.functions[FunctionKind.FORWARD_BACKWARD] == 2 * S
+    estimates, job = Estimates(), JobId(9)
+    estimates.expect(job, expected)
+    assert estimates.step_us(job) == 16 * S
+    assert estimates.phase_us(job, Pool.TRAIN) == 5 * S
+    assert estimates.phase_us(job, Pool.ROLLOUT) == 10 * S
+    assert estimates.function_us(job, FunctionKind.OPTIM_STEP) == S
+    # What it does itself counts, and is not forgotten when the next of its deployments comes.
+    estimates.saw_phase(job, Pool.TRAIN, 15 * S)
+    assert estimates.phase_us(job, Pool.TRAIN) == 8 * S
+    estimates.expect(job, expected)
+    assert estimates.phase_us(job, Pool.TRAIN) == 8 * S
