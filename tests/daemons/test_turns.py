@@ -453,3 +453,20 @@ def test_what_was_used_counts_once_however_many_ask_at_the_same_time(
         assert set(known._used_today().values()) == {500 * 10**6}
 
     play(scene)
+
+
+def test_a_qos_of_plain_sbatch_is_judged_in_the_queue(play: Callable[..., None]) -> None:
+    async def scene(q: Queue) -> None:
+        for number, qos in (("71", "fast"), ("72", "nope")):
+            q.bench.slurm.put(
+                number, "PENDING", reason="JobHeldAdmin", uid=1000, user="a", account="lab",
+                submit_us=now_us(), admin_comment=f"plexrl:1:rlvr:model=tiny;qos={qos}",
+            )  # fmt: skip
+        await q.bench.look()
+        fast, wrong = await q.bench.rows()
+        assert (fast.options, wrong.options) == ({"qos": "fast"}, {"qos": "nope"})
+        assert await q.look() == [fast.id]
+        assert q.words() == {JobId(wrong.id): "InvalidQOS"}
+        assert (await q.row(JobId(wrong.id))).reason.startswith("unknown qos 'nope'")
+
+    play(scene, free=9, limits=LimitRules(qos=FAST))
