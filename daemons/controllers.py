@@ -283,7 +283,8 @@ class Controllers:
                 continue
             if mark is None or mark.partition != self._parts.settings.partition:
                 continue
-            options = {} if mark.max_slowdown is None else {"max_slowdown": str(mark.max_slowdown)}
+            given = {"max_slowdown": mark.max_slowdown, "qos": mark.qos}
+            options = {name: str(said) for name, said in given.items() if said is not None}
             wish = Wish(
                 name=status.name,
                 uid=status.uid,

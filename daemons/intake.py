@@ -2,22 +2,14 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
 
-from plexrl_slurm.core.errors import (
-    InvalidTransition,
-    ModelTooLarge,
-    PlexError,
-    UnknownModel,
-)
-from plexrl_slurm.core.ids import JobId
-from plexrl_slurm.core.obstacles import Obstacle
+from plexrl_slurm.core.errors import PlexError
 from plexrl_slurm.daemons.controllers import Controllers
-from plexrl_slurm.daemons.job_views import live_job
 from plexrl_slurm.daemons.recovery import LEASE_US
 from plexrl_slurm.daemons.service_base import Parts
 from plexrl_slurm.daemons.service_jobs import PartitionService
 from plexrl_slurm.daemons.state import LiveJob
+from plexrl_slurm.daemons.turns import Turns
 from plexrl_slurm.db import queue
 from plexrl_slurm.db.models import JobRow
 from plexrl_slurm.logs import say
@@ -42,6 +34,9 @@ class Intake:
     def __init__(self, parts: Parts, service: PartitionService) -> None:
         self._parts, self._service = parts, service
         self._controllers = Controllers(parts, service)
+        self._turns = Turns(
+            parts, service.standings, admit=self._admit, give_up=self._controllers.give_up
+        )
 
     async def run(self) -> None:
         """Claim and watch for ever."""
@@ -96,56 +91,12 @@ class Intake:
                 say(log, "lease_not_extended", reason=problem)
 
     async def _claim(self) -> None:
-        parts = self._parts
-        await parts.store.run(
+        await self._parts.store.run(
             queue.requeue_expired,
-            partition=parts.settings.partition,
+            partition=self._parts.settings.partition,
             now_us=self._service.now_us(),
         )
-        while True:
-            row = await parts.store.run(
-                queue.claim,
-                partition=parts.settings.partition,
-                owner=str(parts.epoch),
-                lease_us=LEASE_US,
-                now_us=self._service.now_us(),
-            )
-            if row is None:
-                parts.state.waiting_since_us = None
-                return
-            if (known := parts.state.jobs.get(JobId(row.id))) is not None:
-                await self._admit(row, known)  # its lease had lapsed while it was ours
-                continue
-            job = live_job(row)
-            try:
-                obstacles = parts.placer.admit(job, list(row.models))
-            except (ModelTooLarge, UnknownModel) as problem:
-                job.unfit = str(problem)
-                parts.state.jobs[job.id] = job  # so that it is tried again where Slurm is away
-                await self._controllers.give_up(job, job.unfit)
-                continue
-            if not obstacles:
-                parts.state.obstacles.pop(job.id, None)
-                await self._admit(row, job)
-            elif await self._unclaim(job, obstacles):
-                parts.state.waiting_since_us = row.submitted_us
-                return
-
-    async def _unclaim(self, job: LiveJob, obstacles: Sequence[Obstacle]) -> bool:
-        self._parts.state.obstacles[job.id] = tuple(obstacles)
-        try:
-            await self._parts.store.run(
-                queue.unclaim,
-                job.id,
-                owner=str(self._parts.epoch),
-                obstacles=[each.sentence for each in obstacles],
-                now_us=self._service.now_us(),
-            )
-        except InvalidTransition:
-            self._parts.state.obstacles.pop(job.id, None)
-            say(log, "ended_while_claimed", job=job.id)
-            return False
-        return True
+        await self._turns.look()
 
     async def _admit(self, row: JobRow, job: LiveJob) -> None:
         parts, job_id = self._parts, job.id
@@ -153,6 +104,4 @@ class Intake:
         if row.token_sha256 is not None:
             parts.state.tokens[row.token_sha256] = job_id
         say(log, "job_admitted", job=job_id, slurm_id=job.slurm_id, homes=job.homes)
-        homes = {str(pool): str(wpg) for pool, wpg in job.homes.items()}
-        await parts.store.run(queue.set_homes, job_id, homes)
         await self._controllers.release(job)

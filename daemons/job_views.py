@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from plexrl_slurm.core.ids import CallId, DeploymentId, JobId, SlurmId
+from plexrl_slurm.core.limits import Qos
 from plexrl_slurm.core.messages import Call
 from plexrl_slurm.core.obstacles import WORDS, ObstacleKind
 from plexrl_slurm.core.states import JobState
@@ -24,8 +25,8 @@ PROMISE = "max_slowdown"
 TIME_LIMIT = "time_limit_us"
 
 
-def live_job(row: JobRow) -> LiveJob:
-    """What is kept in memory of a claimed or running job."""
+def live_job(row: JobRow, qos: Qos | None = None) -> LiveJob:
+    """What is kept in memory of a claimed or running job; ``qos``: the one that it asked for."""
     started = row.state is JobState.RUNNING
     return LiveJob(
         id=JobId(row.id),
@@ -33,7 +34,8 @@ def live_job(row: JobRow) -> LiveJob:
         user=row.user,
         name=row.name,
         seed=row.seed,
-        priority=row.priority,
+        priority=row.priority * (1 if qos is None else qos.weight),
+        reserved=qos is not None and qos.reserved,
         slurm_id=SlurmId(row.slurm_id or ""),
         running=started,
         started=started,

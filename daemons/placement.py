@@ -13,6 +13,7 @@ from plexrl_slurm.core.ids import JobId, WpgId
 from plexrl_slurm.core.messages import Pool
 from plexrl_slurm.core.obstacles import Obstacle, ObstacleKind
 from plexrl_slurm.core.profiles import Habits
+from plexrl_slurm.core.reservation import open_to_all
 from plexrl_slurm.core.sites import Applicant, Partition, Settled, Site, host_need
 from plexrl_slurm.daemons.layout import HeldWpg
 from plexrl_slurm.daemons.state import LiveJob, State
@@ -25,6 +26,10 @@ HabitsOf = Callable[[LiveJob, str, int], Habits]
 Answer = Placement | tuple[Obstacle, ...]
 #: Models by job: of its training deployments, and of its snapshots.
 Lives = tuple[dict[JobId, list[str]], dict[JobId, dict[str, None]]]
+_KEPT_FREE = Obstacle(
+    kind=ObstacleKind.RESERVATION,
+    sentence="what is free is kept for jobs of a reserved qos: wait, or ask for such a qos",
+)
 
 
 class Placer:
@@ -47,6 +52,7 @@ class Placer:
         self.journal: Callable[[Asked, Answer], None] = lambda _asked, _found: None
         self._asked: Asked | None = None
         self.rules = settings.sharing.rules
+        self._reservation = settings.queue.reservation
         self._promise = settings.sharing.max_slowdown
         self._state, self._models = state, settings.models
         self._host_bytes, self._tables = settings.host_bytes, settings.wpgs
@@ -89,11 +95,20 @@ class Placer:
 
         Raises as :meth:`admit` does.
         """
+        self._asked = None
         specs = [self._model(name) for name in models]
         if not specs:
             return Placement(homes={})
-        who = self._applicant(job, specs)
-        return self._place(who, self.partition(without=ended, but=job), self.rules)
+        who, whole = self._applicant(job, specs), self.partition(without=ended, but=job)
+        seen = self._seen_by(job, whole)
+        found = self._place(who, seen, self.rules)
+        if isinstance(found, Placement) or seen is whole:
+            return found
+        found = self._place(who, whole, self.rules)
+        if not isinstance(found, Placement):
+            return found
+        self._asked = None  # no placement: nothing to decide again
+        return (_KEPT_FREE,)
 
     def home(self, job: LiveJob, pool: Pool, model: ModelSpec) -> WpgId:
         """The job's WPG in ``pool``. Raises ``BadInput`` where there is none with room, and
@@ -104,7 +119,7 @@ class Placer:
         """
         if pool not in job.homes:
             who = self._applicant(job, [model])
-            found = self._where_least(who, self.partition(), pool)
+            found = self._where_least(who, self._seen_by(job, self.partition()), pool)
             if not isinstance(found, Placement):
                 raise BadInput("; ".join(obstacle.sentence for obstacle in found))
             self._note(found)
@@ -145,9 +160,28 @@ class Placer:
             settled.append(Settled(who=self._resident(job, lives), homes=homes))
         return Partition(sites=self._sites(), settled=settled)
 
+    def open_partition(self) -> Partition:
+        """As whoever sees it that may not have what is kept free."""
+        whole = self.partition()
+        return self._opened(whole) if self._reservation.any else whole
+
+    def applicant(self, job: LiveJob, models: Sequence[str]) -> Applicant:
+        """A job that declares ``models``. Raises ``UnknownModel``."""
+        return self._applicant(job, [self._model(name) for name in models])
+
     def promise(self, job: LiveJob) -> float:
         """How much slower than alone it may become."""
         return job.max_slowdown if job.max_slowdown is not None else self._promise
+
+    def _seen_by(self, job: LiveJob, partition: Partition) -> Partition:
+        """Without what is kept free for others."""
+        if job.reserved or not self._reservation.any:
+            return partition
+        return self._opened(partition)
+
+    def _opened(self, partition: Partition) -> Partition:
+        reserved = {each.id for each in self._state.jobs.values() if each.reserved}
+        return open_to_all(partition, self._reservation, reserved)
 
     # -- asking the core ---------------------------------------------------------------------
     def _where_least(

@@ -70,7 +70,7 @@ class Recovery:
             now_us=now,
         )
         for row in rows:
-            job = live_job(row)
+            job = live_job(row, parts.settings.queue.qos_named(row.options))
             parts.state.jobs[job.id] = job
             parts.placer.restore(job, row.homes, row.models)
             if row.token_sha256 is not None:

@@ -79,7 +79,7 @@ class Relief:
             home = job.homes.get(Pool.TRAIN) if job is not None else None
             if home is None:
                 continue
-            found = relieve(placer.partition(), home, placer.rules, self._may_move)
+            found = relieve(placer.open_partition(), home, placer.rules, self._may_move)
             if found is not None:
                 self._begin(home, *found)
                 return
@@ -112,7 +112,8 @@ class Relief:
     def _still_right(self, found: UnderWay) -> bool:
         """Whether it would be decided again; others have come and gone meanwhile."""
         placer = self._parts.placer
-        again = relieve(placer.partition(), found.wpg, placer.rules, lambda job: job == found.job)
+        now = placer.open_partition()
+        again = relieve(now, found.wpg, placer.rules, lambda job: job == found.job)
         return again == (found.job, found.home)
 
     def _begin(self, wpg: WpgId, job: JobId, home: WpgId) -> None:

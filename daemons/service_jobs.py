@@ -13,10 +13,10 @@ from plexrl_slurm.api.service import Outcome, Pending, Principal
 from plexrl_slurm.core.errors import BadInput, Denied, NotFound, SlurmRejected
 from plexrl_slurm.core.ids import CallId, JobId, SlurmId, WpgId
 from plexrl_slurm.core.messages import FunctionKind
-from plexrl_slurm.core.obstacles import WORDS, ObstacleKind, word_of
+from plexrl_slurm.core.obstacles import WORDS, ObstacleKind
 from plexrl_slurm.core.states import ENDED, JobState
-from plexrl_slurm.daemons.evictions import EvictCalls
 from plexrl_slurm.daemons.job_views import call_kinds, job_views
+from plexrl_slurm.daemons.service_queue import QueueCalls
 from plexrl_slurm.daemons.service_submission import hashed
 from plexrl_slurm.daemons.shell import Entry
 from plexrl_slurm.daemons.state import LiveJob, LiveSession
@@ -28,7 +28,7 @@ from plexrl_slurm.logs import say
 log = logging.getLogger(__name__)
 
 
-class PartitionService(EvictCalls):
+class PartitionService(QueueCalls):
     """The whole service."""
 
     # -- who ---------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ class PartitionService(EvictCalls):
         if self.state.draining:
             row["reason_word"] = WORDS[ObstacleKind.DRAINING]
         elif found := self.state.obstacles.get(JobId(row["job_id"])):
-            row["reason_word"] = word_of(found)
+            row["reason_word"] = found[0].word
 
     def _habits(self, job_id: JobId) -> dict[str, Any] | None:
         book, live = self._parts.habits, self.state.jobs.get(job_id)
@@ -272,7 +272,9 @@ class PartitionService(EvictCalls):
             if entry.call.job == job_id and not entry.ended.is_set()
             if (sentence := self.why_call_waits(entry.call.id))
         ]
-        sentences = list(dict.fromkeys([*self.why_not_admitted(row), *waiting])) or [_how(row)]
+        sentences = list(
+            dict.fromkeys([*self.why_not_admitted(row), *await self.standing(row), *waiting])
+        ) or [_how(row)]
         for view in views:
             self._say_more(view)
         now_us = self.now_us()

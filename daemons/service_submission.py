@@ -15,9 +15,11 @@ from plexrl_slurm.core.errors import (
     UnknownModel,
 )
 from plexrl_slurm.core.ids import JobId, SlurmId
+from plexrl_slurm.core.limits import NORMAL
 from plexrl_slurm.core.states import ENDED, JobState
 from plexrl_slurm.daemons.job_views import PROMISE, RELEASED, RESTARTS
 from plexrl_slurm.daemons.service_sampling import SamplingCalls
+from plexrl_slurm.daemons.standings import QOS, Standings
 from plexrl_slurm.daemons.state import LiveJob
 from plexrl_slurm.db import queue
 from plexrl_slurm.db.engine import Session
@@ -62,6 +64,7 @@ class SubmissionCalls(SamplingCalls):
     def __init__(self, parts: Any) -> None:
         super().__init__(parts)
         self._token_key = token_key(parts.settings.state_dir)
+        self.standings = Standings(parts.settings)
 
     async def submit_job(self, who: Principal, job: JobSubmission) -> dict[str, Any]:
         if job.partition != self.settings.partition:
@@ -76,6 +79,8 @@ class SubmissionCalls(SamplingCalls):
         for name in job.models:
             if self.model_named(name) is None:
                 raise UnknownModel(name, tuple(sorted(self.models)))
+        if job.account:  # else Slurm chooses one
+            self.standings.check_qos(who.user, job.account, job.options)
         _check_promise(job.options)
         wish = Wish(
             name=job.name,
@@ -88,8 +93,18 @@ class SubmissionCalls(SamplingCalls):
             seed=job.seed,
             options={name: said for name, said in job.options.items() if name not in _OURS},
         )
-        job_id = await self.store.run(self._queue, wish, self.now_us())
+        job_id = await self.store.run(self._queue_checked, wish, self.now_us())
         return self._answer(job_id)
+
+    def _queue_checked(self, session: Session, wish: Wish, now_us: int) -> JobId:
+        self.standings.check_submission(
+            session,
+            user=wish.user,
+            account=wish.account,
+            qos=str(wish.options.get(QOS) or NORMAL),
+            models=wish.models,
+        )
+        return self._queue(session, wish, now_us)
 
     def _queue(self, session: Session, wish: Wish, now_us: int) -> JobId:
         job_id = queue.submit(
@@ -163,6 +178,7 @@ class SubmissionCalls(SamplingCalls):
     ) -> None:
         """The first task takes the row, every other one gets a row like it."""
         tasks = sorted(found.items(), key=lambda each: (each[1].array_task or 0, each[0]))
+        self._check_bound(session, row, tasks[0][1])
         for index, (slurm_id, status) in enumerate(tasks):
             job_id = JobId(row.id)
             other = queue.by_slurm_id(session, partition=row.partition, slurm_id=slurm_id)
@@ -170,7 +186,7 @@ class SubmissionCalls(SamplingCalls):
             if index > 0:
                 if taken:
                     continue  # by this submission: it is bound again
-                job_id = self._queue(session, _like(row), now_us)
+                job_id = self._queue_checked(session, _like(row), now_us)
             elif taken:  # of two rows of one job, only one would be followed
                 raise BadInput(f"Slurm job {slurm_id} is in the queue already: use that row")
             queue.bind(session, job_id, slurm_id=slurm_id, now_us=now_us)
@@ -180,6 +196,20 @@ class SubmissionCalls(SamplingCalls):
                 user=status.user or row.user,
                 account=status.account or row.account,
                 name=status.name or row.name,
+            )
+
+    def _check_bound(self, session: Session, row: JobRow, status: JobStatus) -> None:
+        """Slurm has chosen the account only now."""
+        user, account = status.user or row.user, status.account or row.account
+        self.standings.check_qos(user, account, row.options)
+        if (user, account) != (row.user, row.account) and row.slurm_id is None:
+            self.standings.check_submission(
+                session,
+                user=user,
+                account=account,
+                qos=str(row.options.get(QOS) or NORMAL),
+                models=row.models,
+                but=JobId(row.id),
             )
 
     async def adopt(self, slurm_id: SlurmId, status: JobStatus, wish: Wish) -> bool:

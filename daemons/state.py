@@ -2,11 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from plexrl_slurm.core.ids import CallId, DeploymentId, JobId, SlurmId, WpgId
+from plexrl_slurm.core.limits import Held
 from plexrl_slurm.core.messages import Pool
 from plexrl_slurm.core.obstacles import Obstacle
+
+#: Why a job waits: for room, or for its turn.
+Wait: TypeAlias = Obstacle | Held
 
 
 @dataclass(slots=True, eq=False)
@@ -18,6 +22,7 @@ class LiveJob:
     user: str
     name: str
     seed: int
+    #: The scheduler's weight: its own priority times its QOS's weight.
     priority: int
     slurm_id: SlurmId
     #: Its controller runs now.
@@ -37,6 +42,8 @@ class LiveJob:
     released: bool = False
     #: How often Slurm has requeued its controller, as far as is known here.
     restarts: int = 0
+    #: It may have what the reservation keeps free.
+    reserved: bool = False
     #: What it said it would use, and has used.
     models: tuple[str, ...] = ()
     #: How much slower than alone it may become; ``None``: what the partition promises.
@@ -129,6 +136,6 @@ class State:
     samplers: dict[str, Sampler] = field(default_factory=dict)
     draining: bool = False
     #: Of jobs that found no place when they were last looked at.
-    obstacles: dict[JobId, tuple[Obstacle, ...]] = field(default_factory=dict)
+    obstacles: dict[JobId, tuple[Wait, ...]] = field(default_factory=dict)
     #: Since when the oldest job has waited that found no place; ``None``: nobody waits so.
     waiting_since_us: int | None = None

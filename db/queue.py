@@ -43,6 +43,24 @@ _CLAIM = (
     )
     .returning(*JOBS.c)
 )
+_CLAIM_ONE = (
+    update(JOBS)
+    .where(
+        JOBS.c.id == bindparam("wanted"),
+        JOBS.c.partition == bindparam("in_partition"),
+        JOBS.c.state == JobState.PENDING,
+        JOBS.c.slurm_id.is_not(None),
+    )
+    .values(
+        state=JobState.ADMITTED,
+        owner=bindparam("new_owner"),
+        lease_until_us=bindparam("new_lease_us"),
+        admitted_us=bindparam("now_us"),
+        reason="",
+        obstacles=[],
+    )
+    .returning(*JOBS.c)
+)
 
 
 def submit(
@@ -147,12 +165,19 @@ def drop_unbound(session: Session, *, partition: str, before_us: int, now_us: in
 
 
 def claim(
-    session: Session, *, partition: str, owner: str, lease_us: int, now_us: int
+    session: Session,
+    *,
+    partition: str,
+    owner: str,
+    lease_us: int,
+    now_us: int,
+    job: JobId | None = None,
 ) -> JobRow | None:
-    """Take the first claimable job for ``owner``, or ``None``; safe among many daemons.
+    """Take ``job``, or the first claimable one, for ``owner``; safe among many daemons.
 
-    Called by intake. The order is priority, then age. The story gets no line: while a
-    partition is full, a job is claimed and given back many times.
+    ``None``: there is none, or ``job`` is not claimable any more. The order is that of the jobs'
+    own priority, then age; intake, which knows a better one, names the job. The story gets no
+    line: a claim that finds no place is given back.
     """
     given = {
         "in_partition": partition,
@@ -160,8 +185,34 @@ def claim(
         "new_lease_us": now_us + lease_us,
         "now_us": now_us,
     }
-    taken = session.execute(_CLAIM, given).mappings().one_or_none()
+    if job is None:
+        taken = session.execute(_CLAIM, given).mappings().one_or_none()
+    else:
+        taken = session.execute(_CLAIM_ONE, given | {"wanted": job}).mappings().one_or_none()
     return None if taken is None else JobRow(**taken)
+
+
+def living(session: Session, partition: str) -> list[JobRow]:
+    """Every job that waits, has a place or runs, oldest first. Called by intake's pass."""
+    states = [JobState.PENDING, JobState.ADMITTED, JobState.RUNNING]
+    return list_jobs(session, partition=partition, states=states)
+
+
+def keep_waiting(
+    session: Session, job_id: JobId, *, obstacles: Sequence[str], tell: bool, now_us: int
+) -> None:
+    """Why a pass left the job in the queue; with ``tell`` its story gets a line.
+
+    One that is not in the queue any more is left alone.
+    """
+    change = (
+        update(JOBS)
+        .where(JOBS.c.id == job_id, JOBS.c.state == JobState.PENDING)
+        .values(obstacles=list(obstacles), reason=obstacles[0] if obstacles else "")
+        .returning(JOBS.c.id)
+    )
+    if session.execute(change).first() is not None and tell:
+        note(session, job_id, at_us=now_us, kind="obstacles", text="; ".join(obstacles) or "none")
 
 
 def unclaim(

@@ -18,6 +18,7 @@ from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import BadConfig, BadInput
 from plexrl_slurm.core.sizes import in_words
 from plexrl_slurm.model_folder import DTYPES, read_model_folder, tensor_parallel_problem
+from plexrl_slurm.queue_settings import TABLES, QueueSettings, check_reservation, read_queue
 from plexrl_slurm.sharing_settings import SharingSettings, read_sharing
 from plexrl_slurm.slurm_settings import HoldSettings, Shape, check_shapes, read_hold
 from plexrl_slurm.tomlcheck import (
@@ -152,6 +153,7 @@ class Settings:
     wpgs: tuple[WpgSettings, ...] = ()
     #: By name.
     models: Mapping[str, ModelSpec] = field(default_factory=dict)
+    queue: QueueSettings = field(default_factory=QueueSettings)
     #: Where it was read from.
     path: Path = Path()
 
@@ -213,7 +215,8 @@ def check(path: Path) -> Findings:
     except BadConfig as error:
         return Findings(settings=None, problems=error.problems, warnings=())
     report = Report(content)
-    report.unknown("", data, ("partition", "hold", "sharing", "slurm", "wpg", "model"))
+    known = ("partition", "hold", "sharing", "slurm", "wpg", "model", *TABLES)
+    report.unknown("", data, known)
     folder = path.absolute().parent
     values = read_partition(report, data, folder)
     hold = read_hold(report, mapping(report, data, "hold"))
@@ -241,6 +244,9 @@ def check(path: Path) -> Findings:
     check_shapes(
         report, hold, [s for s, w in zip(shapes, wpgs, strict=True) for _ in range(w.count)]
     )
+    queue = read_queue(report, data, backfill=sharing.backfill)
+    counts = [(wpg.pool, wpg.count) for wpg in wpgs]
+    check_reservation(report, queue, wpgs=counts, host_bytes=values.get("host_bytes"))
     _check_models(report, models, wpgs)
     _check_tensor_parallel(report, [model for _, model in models], wpgs)
     local = hold.backend == "local"
@@ -260,6 +266,7 @@ def check(path: Path) -> Findings:
             slurm=slurm,
             wpgs=wpgs,
             models=catalogue,
+            queue=queue,
             path=path.absolute(),
         )
     return Findings(settings=settings, problems=problems, warnings=tuple(report.warnings))

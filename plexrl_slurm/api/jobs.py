@@ -130,6 +130,18 @@ async def explain_job(job_id: JobNumber, request: Request, who: Who) -> Response
     return as_json(await service_of(request).explain_job(who, JobId(job_id)))
 
 
+@router.get("/priorities")
+async def priorities(request: Request, who: Who) -> Response:
+    """Who is next in the queue, and why."""
+    return as_json(await service_of(request).priorities(who))
+
+
+@router.get("/starts")
+async def starts(request: Request, who: Who) -> Response:
+    """When waiting jobs are expected to start."""
+    return as_json(await service_of(request).starts(who))
+
+
 @router.get("/nodes")
 async def nodes(request: Request, who: Who) -> Response:
     """WPGs and holds."""

@@ -264,6 +264,12 @@ class Service(Protocol):
 
     async def explain_job(self, who: Principal, job_id: JobId) -> dict[str, Any]: ...
 
+    async def priorities(self, who: Principal) -> dict[str, Any]:
+        """Waiting jobs in their order, with the parts of their priorities."""
+
+    async def starts(self, who: Principal) -> dict[str, Any]:
+        """When waiting jobs are expected to start."""
+
     async def nodes(self, who: Principal) -> dict[str, Any]:
         """WPGs with state, resident, queue lengths; holds; for ``plexrl sinfo``."""
 

@@ -95,6 +95,14 @@ class Client:
         """Why a job waits, and its story."""
         return self._object("GET", f"{PREFIX}/jobs/{job_id}/explain")
 
+    def priorities(self) -> dict[str, Any]:
+        """Waiting jobs in their order, with the parts of their priorities."""
+        return self._object("GET", f"{PREFIX}/priorities")
+
+    def starts(self) -> list[dict[str, Any]]:
+        """When waiting jobs are expected to start."""
+        return _items(self._ask("GET", f"{PREFIX}/starts"), "jobs")
+
     def nodes(self) -> dict[str, Any]:
         """WPGs, hold and catalogue."""
         return self._object("GET", f"{PREFIX}/nodes")

@@ -24,9 +24,9 @@ a Slurm, at `partition.url` with a MUNGE credential. `PLEXRL_CONTACT=socket` or 
 way only.
 
 **Which value.** For what sbatch knows: the command line, then `SBATCH_*`, then the script's
-`#SBATCH` line. For `--model`, `--seed`, `--priority` and `--max-slowdown`: the command line,
-then `PLEXRL_*` (such as `PLEXRL_SBATCH_SEED`), then the script's `#PLEXRL` line, then the default
-(no model declared, seed 0, priority 1).
+`#SBATCH` line. For `--model`, `--seed`, `--priority`, `--qos` and `--max-slowdown`: the command
+line, then `PLEXRL_*` (such as `PLEXRL_SBATCH_SEED`), then the script's `#PLEXRL` line, then
+the default (no model declared, seed 0, priority 1, qos normal).
 
 **GPUs** asked for in a script or on the command line are left out, with a note: the service
 provides them. Job arrays and heterogeneous jobs are refused.

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias, TypeVar
 
 from plexrl_slurm.cli.app import note, waiting
 from plexrl_slurm.cli.client import Client
+from plexrl_slurm.cli.row_options import row_options
 from plexrl_slurm.core.errors import (
     BadInput,
     DaemonUnavailable,
@@ -93,7 +94,6 @@ def _queue(
     client: Client, site: "Site", slurm_id: str, command: Sequence[str], given: Mapping[str, Any]
 ) -> int:
     """A row for the job that runs here."""
-    slowdown = given["max_slowdown"]
     have = os.environ
     row = client.submit(
         {
@@ -104,7 +104,7 @@ def _queue(
             "priority": given["priority"] or 1,
             "seed": given["seed"] or 0,
             "script": shlex.join(command),
-            "options": {} if slowdown is None else {"max_slowdown": str(slowdown)},
+            "options": row_options(max_slowdown=given["max_slowdown"], qos=given["qos"]),
         }
     )
     return int(row["job_id"])

@@ -10,6 +10,7 @@ from typing import Any
 
 from plexrl_slurm.cli.app import App, note, waiting
 from plexrl_slurm.cli.client import Client
+from plexrl_slurm.cli.row_options import row_options
 from plexrl_slurm.cli.sbatch import GPU_OPTIONS, PASSED_ON
 from plexrl_slurm.cli.submit import (
     Request,
@@ -120,15 +121,8 @@ def _request(
         output=output,
         error=error,
         time_limit_us=None if seconds is None else seconds * 1_000_000,
-        options=_options(slowdown, seconds),
+        options=row_options(max_slowdown=slowdown, qos=given["qos"] or head.qos, seconds=seconds),
     )
-
-
-def _options(slowdown: float | None, seconds: int | None) -> dict[str, str]:
-    found = {"max_slowdown": slowdown}
-    if seconds is not None:
-        found["time_limit_us"] = seconds * 1_000_000
-    return {name: str(value) for name, value in found.items() if value is not None}
 
 
 def _or(*values: int | None) -> int:

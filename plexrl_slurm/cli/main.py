@@ -18,6 +18,7 @@ _WHERE: Final[Mapping[str, str]] = {
     "run": "plexrl_slurm.cli.run:run",
     "credentials": "plexrl_slurm.cli.credentials:credentials",
     "squeue": "plexrl_slurm.cli.queue:squeue",
+    "sprio": "plexrl_slurm.cli.sprio:sprio",
     "scancel": "plexrl_slurm.cli.queue:scancel",
     "sacct": "plexrl_slurm.cli.queue:sacct",
     "sinfo": "plexrl_slurm.cli.nodes:sinfo",

@@ -42,7 +42,7 @@ _START: Final = (
     ("NAME", 8),
     ("USER", 8),
     ("ST", 2),
-    ("START_TIME", 10),
+    ("START_TIME", 19),
     ("NODELIST(REASON)", 0),
 )
 #: squeue -l and explain have all of it.
@@ -155,7 +155,7 @@ def _refuse_strangers(names: frozenset[str] | None, jobs: Iterable[Mapping[str, 
 @click.option("-j", "--jobs", metavar="IDS", callback=as_numbers, help="Only these jobs.")
 @click.option("-t", "--states", metavar="STATES", callback=_states, help="Such as PD,R; or all.")
 @click.option("--all", "everything", is_flag=True, help="Ended jobs too.")
-@click.option("--start", is_flag=True, help="Waiting jobs and what they wait for.")
+@click.option("--start", is_flag=True, help="Waiting jobs, and when each is expected to start.")
 @click.option("-l", "--long", is_flag=True, help="More columns.")
 @click.option("-h", "--noheader", is_flag=True, help="No first line.")
 @shared
@@ -181,11 +181,35 @@ def squeue(
         states=states,
         ended=everything or bool(states and states & show.ENDED),
     )
+    if start:
+        found = _with_starts(app, found)
     columns = _START if start else _LONG if long else _SHORT
     app.answer(
         {"jobs": found},
         lambda: show.table(columns, (_row(job, columns) for job in found), header=not noheader),
     )
+
+
+def _with_starts(app: App, jobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Soonest first, then those of which nobody can tell."""
+    with app.client() as client:
+        starts = {int(each["job_id"]): each for each in client.starts()}
+    known = ("start_us", "unknown", "sentence")
+    found = [
+        job | {f"expected_{key}": starts.get(int(job["job_id"]), {}).get(key) for key in known}
+        for job in jobs
+    ]
+    return sorted(
+        found, key=lambda job: (job["expected_start_us"] is None, job["expected_start_us"] or 0)
+    )
+
+
+def _start(job: Mapping[str, Any]) -> str:
+    """As Slurm writes it; ``unknown`` where nobody can tell."""
+    at_us = job.get("expected_start_us")
+    if at_us is None:
+        return "N/A" if job["state"] != "pending" else "unknown"
+    return show.local_moment(int(at_us))
 
 
 def _row(job: Mapping[str, Any], columns: Sequence[tuple[str, int]]) -> list[str]:
@@ -198,11 +222,11 @@ def _row(job: Mapping[str, Any], columns: Sequence[tuple[str, int]]) -> list[str
         "ST": show.short_state(job["state"]),
         "STATE": show.long_state(job["state"]),
         "TIME": show.duration(_running_us(job)),
-        "START_TIME": "N/A",  # nobody can know when another job's controller will end
+        "START_TIME": _start(job),
         "STEPS": str(job["steps"]),
         "BUSY": show.duration(job["gpu_us"]["busy"]),
         "MODELS": ",".join(job["models"]),
-        "NODELIST(REASON)": _where(job, whole=columns is not _SHORT),
+        "NODELIST(REASON)": _where(job, whole=columns is _LONG),
     }
     return [cells[name] for name, _ in columns]
 

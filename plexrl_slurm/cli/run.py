@@ -15,6 +15,7 @@ import click
 
 from plexrl_slurm.cli.app import App, note, shared
 from plexrl_slurm.cli.client import Client
+from plexrl_slurm.cli.row_options import row_options
 from plexrl_slurm.cli.sbatch import plexrl_options
 from plexrl_slurm.cli.submit import (
     Request,
@@ -54,7 +55,6 @@ def run(app: App, /, command: tuple[str, ...], **given: Any) -> int:
         return _with_slurm(app, site, command, given)
     with tempfile.TemporaryDirectory(prefix="plexrl-run-") as folder, Client(site) as client:
         files = (Path(folder) / "out", Path(folder) / "err")
-        slowdown = given["max_slowdown"]
         request = Request(
             partition=site.partition,
             name=given["job_name"] or Path(command[0]).name,
@@ -69,7 +69,7 @@ def run(app: App, /, command: tuple[str, ...], **given: Any) -> int:
             environment=environment_for("ALL"),
             output=str(files[0]),
             error=str(files[1]),
-            options={} if slowdown is None else {"max_slowdown": str(slowdown)},
+            options=row_options(max_slowdown=given["max_slowdown"], qos=given["qos"]),
         )
         for file in files:
             file.touch()
@@ -103,6 +103,7 @@ def _with_slurm(app: App, site: Site, command: tuple[str, ...], given: dict[str,
             "seed": given["seed"],
             "plexrl-priority": given["priority"],
             "max-slowdown": given["max_slowdown"],
+            "plexrl-qos": given["qos"],
         }
         words = [f"--{name}={value}" for name, value in options.items() if value is not None]
         words += [f"--model={model}" for model in given["models"]]

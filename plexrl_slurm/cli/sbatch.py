@@ -48,6 +48,15 @@ def plexrl_options(command: Callable[..., Any]) -> Callable[..., Any]:
             help="How much slower than alone the job may run.",
         ),
         click.option(
+            "--plexrl-qos",
+            "-q",
+            "--qos",
+            "qos",
+            metavar="NAME",
+            callback=parsed("qos"),
+            help="QOS of the partition; with Slurm, --qos is Slurm's own.",
+        ),
+        click.option(
             "--plexrl-priority",
             "--priority",
             "priority",
@@ -79,7 +88,6 @@ PASSED_ON: Final = (
     ("--mem",),
     ("-N", "--nodes"),
     ("-n", "--ntasks"),
-    ("-q", "--qos"),
     ("-C", "--constraint"),
     ("-d", "--dependency"),
     ("--comment",),

@@ -82,6 +82,11 @@ def local_time(instant_us: int) -> str:
     return datetime.fromtimestamp(instant_us / 1e6, UTC).astimezone().strftime("%H:%M:%S")
 
 
+def local_moment(instant_us: int) -> str:
+    """``2026-01-31T12:00:00`` on the reader's clock."""
+    return f"{datetime.fromtimestamp(instant_us / 1e6, UTC).astimezone():%Y-%m-%dT%H:%M:%S}"
+
+
 def as_json(value: Any) -> str:
     """JSON for programs; beside every instant ``x_us`` stands ``x`` in words."""
     return json.dumps(_with_words(value), indent=2)

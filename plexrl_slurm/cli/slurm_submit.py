@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from plexrl_slurm.cli.app import App, note
+from plexrl_slurm.cli.row_options import row_options
 from plexrl_slurm.cli.site import find_site, places
 from plexrl_slurm.cli.slurm_export import is_none, with_credentials
 from plexrl_slurm.core.errors import BadInput, BadScript
-from plexrl_slurm.slurm.directives import PARSERS, ScriptHead, encoded, load, parse
+from plexrl_slurm.slurm.directives import PARSERS, ScriptHead, encoded, load, parse, parse_time
 from plexrl_slurm.slurm.sbatch_options import (
     GPU_VARIABLES,
     Option,
@@ -40,6 +41,7 @@ _OWN: Final[Mapping[str, int]] = {
     "seed": Takes.VALUE,
     "max-slowdown": Takes.VALUE,
     "plexrl-priority": Takes.VALUE,
+    "plexrl-qos": Takes.VALUE,
     "config": Takes.VALUE,
     "json": Takes.NOTHING,
 }
@@ -294,7 +296,11 @@ def _row(plan: Plan) -> dict[str, Any]:
     head = plan.head
     assert head is not None
     slowdown = _own(plan, "max-slowdown", "MAX_SLOWDOWN", head.max_slowdown)
-    options = {} if slowdown is None else {"max_slowdown": str(slowdown)}
+    options = row_options(
+        max_slowdown=slowdown,
+        qos=_own(plan, "qos", "QOS", head.qos),
+        seconds=_seconds(plan.given("time", "SBATCH_TIMELIMIT")),
+    )
     if plan.has("hold"):
         options["hold"] = "user"
     wrap = plan.line.last("wrap")
@@ -319,11 +325,19 @@ def _row(plan: Plan) -> dict[str, Any]:
 
 
 def _own(plan: Plan, name: str, variable: str, in_script: object, default: object = None) -> Any:
-    written = "plexrl-priority" if name == "priority" else name
+    written = f"plexrl-{name}" if name in ("priority", "qos") else name
     value = plan.line.last(written) or os.environ.get(f"PLEXRL_SBATCH_{variable}")
     if value is not None:
         return _read(name, value, f"--{written}")
     return default if in_script is None else in_script
+
+
+def _seconds(limit: str | None) -> int | None:
+    """Of a time limit, as far as we understand it: sbatch says what is wrong with it."""
+    try:
+        return None if limit is None else parse_time(limit)
+    except ValueError:
+        return None
 
 
 def _read(name: str, value: str, shown: str = "") -> object:

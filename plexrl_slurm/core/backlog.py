@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
 
 from plexrl_slurm.core.grouping import Home, Member, Why
 from plexrl_slurm.core.ids import JobId
-
-HOUR_US: Final = 3_600_000_000
+from plexrl_slurm.core.priority import in_order
+from plexrl_slurm.core.turns import HOUR_US as HOUR_US
+from plexrl_slurm.core.turns import TurnRules, Walk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,36 +55,42 @@ class Backlog:
         A shape that found no GPUs finds none later in the pass either: nothing is given back
         while it lasts.
         """
-        order = sorted(self.jobs.values(), key=lambda w: (-w.priority, w.since_us, w.member.job))
-        failed: dict[tuple[int, int], Why] = {}
+        order = in_order(
+            self.jobs.values(),
+            at_us=at_us,
+            guard_us=self.guard_us,
+            priority=lambda waiting: waiting.priority,
+            since_us=lambda waiting: waiting.since_us,
+            number=lambda waiting: waiting.member.job,
+        )
+        rules = TurnRules(backfill=self.backfill, guard_us=self.guard_us, depth=self.depth)
+        walk: Walk[Why] = Walk(rules, at_us)
         later: list[Waiting] = []
-        for waiting in order[: self.depth]:
+        for waiting in order:
+            if walk.ended is not None:
+                break
             overdue = at_us - waiting.since_us >= self.guard_us
-            answer = self._look(waiting.member, failed, place)
+            answer = self._look(waiting, walk, place)
             if isinstance(answer, Home):
                 if answer.group is None and self.joins_first and self.backfill and not overdue:
                     later.append(waiting)
                 else:
                     self._take(waiting.member, answer, take)
-            elif not self.backfill or overdue:
-                break
         for waiting in later:
-            answer = self._look(waiting.member, failed, place)
+            answer = self._look(waiting, walk, place)
             if isinstance(answer, Home):
                 self._take(waiting.member, answer, take)
 
     def _look(
-        self,
-        member: Member,
-        failed: dict[tuple[int, int], Why],
-        place: Callable[[Member], Home | Why],
+        self, waiting: Waiting, walk: Walk[Why], place: Callable[[Member], Home | Why]
     ) -> Home | Why:
+        member = waiting.member
         shape = (member.train_gpus, member.rollout_gpus)
-        answer = failed.get(shape) or place(member)
+        answer = walk.look(shape) or place(member)
         if not isinstance(answer, Home):
             self.why[member.job] = answer
-            if answer in (Why.TRAIN_GPUS, Why.ROLLOUT_GPUS):
-                failed[shape] = answer
+            lasts = answer in (Why.TRAIN_GPUS, Why.ROLLOUT_GPUS)
+            walk.fails(answer, since_us=waiting.since_us, shape=shape if lasts else None)
         return answer
 
     def _take(self, member: Member, home: Home, take: Callable[[Member, Home], None]) -> None:

@@ -28,6 +28,8 @@ class ObstacleKind(StrEnum):
     NVME = "nvme"
     #: No WPG that the partition can have would do, even an empty one.
     TOO_LARGE = "too_large"
+    #: There is room, and it is kept free for others.
+    RESERVATION = "reservation"
     #: Another job is to go first.
     PRIORITY = "priority"
 
@@ -43,6 +45,7 @@ WORDS: Final[Mapping[ObstacleKind, str]] = {
     ObstacleKind.HOST_MEMORY: "HostMemory",
     ObstacleKind.NVME: "NVMe",
     ObstacleKind.TOO_LARGE: "BadConstraints",
+    ObstacleKind.RESERVATION: "Reservation",
     ObstacleKind.PRIORITY: "Priority",
 }
 

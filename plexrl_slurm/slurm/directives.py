@@ -22,7 +22,7 @@ from plexrl_slurm.slurm.sbatch_options import (
 )
 
 #: Options of ours on ``#PLEXRL`` lines.
-PLEXRL_OPTIONS: Final = ("model", "seed", "priority", "max-slowdown")
+PLEXRL_OPTIONS: Final = ("model", "seed", "priority", "max-slowdown", "qos")
 #: Options that ``plexrl sbatch`` carries out itself where there is no Slurm.
 INTERPRETED: Final = frozenset(
     {"job-name", "partition", "account", "output", "error", "chdir", "time"}
@@ -56,6 +56,7 @@ class ScriptHead(NamedTuple):
     seed: int | None = None
     priority: int | None = None
     max_slowdown: float | None = None
+    qos: str | None = None
 
     @property
     def gpus(self) -> tuple[Option, ...]:
@@ -201,6 +202,7 @@ def parse(data: bytes, path: str) -> ScriptHead:
         seed=plexrl.seed,
         priority=plexrl.priority,
         max_slowdown=plexrl.max_slowdown,
+        qos=plexrl.qos,
     )
 
 
@@ -241,6 +243,13 @@ def parse_max_slowdown(text: str) -> float:
     if re.fullmatch(r"[0-9]+(\.[0-9]+)?", text) and 1.0 <= float(text) <= 1000.0:
         return float(text)
     raise ValueError(f"max-slowdown {text!r} is not a number from 1.0 to 1000, such as 1.2")
+
+
+def parse_qos(text: str) -> str:
+    """A QOS of the partition."""
+    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", text):
+        return text
+    raise ValueError(f"qos {text!r} is not a name: use letters, digits, dot, dash and underscore")
 
 
 def parse_model(text: str) -> str:
@@ -337,6 +346,7 @@ class _PlexrlLines:
         self.seed: int | None = None
         self.priority: int | None = None
         self.max_slowdown: float | None = None
+        self.qos: str | None = None
         self._path = path
         self._seen: dict[str, int] = {}
 
@@ -374,6 +384,8 @@ class _PlexrlLines:
                 self.seed = parse_seed(value)
             elif name == "priority":
                 self.priority = parse_priority(value)
+            elif name == "qos":
+                self.qos = parse_qos(value)
             else:
                 self.max_slowdown = parse_max_slowdown(value)
         except BadScript:  # a ValueError too
@@ -399,4 +411,5 @@ PARSERS: Final[Mapping[str, Callable[[str], object]]] = {
     "seed": parse_seed,
     "priority": parse_priority,
     "max-slowdown": parse_max_slowdown,
+    "qos": parse_qos,
 }

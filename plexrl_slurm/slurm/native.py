@@ -10,6 +10,7 @@ from plexrl_slurm.slurm.directives import (
     parse_max_slowdown,
     parse_model,
     parse_priority,
+    parse_qos,
     parse_seed,
 )
 from plexrl_slurm.slurm.templates import fill
@@ -41,6 +42,7 @@ class Marked:
     seed: int | None = None
     priority: int | None = None
     max_slowdown: float | None = None
+    qos: str | None = None
 
 
 def submit_module(partitions: Sequence[NativePartition], *, trusted: Collection[int] = ()) -> str:
@@ -67,7 +69,7 @@ def read_mark(admin_comment: str) -> Marked | None:
                 raise ValueError(f"{option!r} is not NAME=VALUE")
             if name == "model":
                 models.append(parse_model(unquote(value, errors="strict")))
-            elif name in ("seed", "priority", "max-slowdown") and name not in single:
+            elif name in ("seed", "priority", "max-slowdown", "qos") and name not in single:
                 single[name] = unquote(value, errors="strict")
             else:
                 raise ValueError(f"{name!r} is unknown, or given twice")
@@ -81,6 +83,7 @@ def read_mark(admin_comment: str) -> Marked | None:
             max_slowdown=(
                 parse_max_slowdown(single["max-slowdown"]) if "max-slowdown" in single else None
             ),
+            qos=parse_qos(single["qos"]) if "qos" in single else None,
         )
     except ValueError as error:
         raise BadInput(

@@ -10,6 +10,12 @@ from plexrl_slurm.core.ids import JobId
 class FakeState:
     """See :class:`tests.api.fake_service.FakeService`."""
 
+    async def priorities(self, who: Principal) -> dict[str, Any]:
+        return {"weights": {}, "jobs": []}
+
+    async def starts(self, who: Principal) -> dict[str, Any]:
+        return {"jobs": []}
+
     async def evict_state(
         self, who: Principal, job_id: JobId, *, deployment: str, to: str
     ) -> dict[str, Any]:

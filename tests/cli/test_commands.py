@@ -92,8 +92,9 @@ def test_squeue_looks_like_slurms(plexrl: Plexrl, daemon: FakeDaemon) -> None:
         "(waits for host memory)\n"
     )
     assert "PENDING" in plexrl("squeue", "--long").stdout
+    daemon.answers["GET /starts"] = {"jobs": []}
     started = plexrl("squeue", "--start", "-h").stdout.split()
-    assert (started[0], started[5]) == ("102", "N/A")
+    assert (started[0], started[5]) == ("102", "unknown")
 
 
 @pytest.mark.parametrize(

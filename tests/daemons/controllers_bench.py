@@ -19,6 +19,8 @@ from plexrl_slurm.db.engine import open_database
 from plexrl_slurm.db.models import JobRow
 from plexrl_slurm.db.schema import upgrade
 from plexrl_slurm.db.store import Store
+from plexrl_slurm.queue_settings import QueueSettings
+from plexrl_slurm.sharing_settings import SharingSettings
 from plexrl_slurm.slurm.port import JobStatus, SlurmState
 
 ADA = Principal(uid=1000, user="ada")
@@ -90,7 +92,9 @@ class Bench:
                 partition="rlvr",
                 slurm=SimpleNamespace(),
                 state_dir=self.folder,
-                models={"tiny": SimpleNamespace()},
+                models={"tiny": SimpleNamespace(train_bytes=4, weights_bytes=1)},
+                queue=QueueSettings(),
+                sharing=SharingSettings(),
                 tls_ca=None,
             ),
             epoch="daemon-1",

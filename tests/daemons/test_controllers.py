@@ -405,7 +405,7 @@ def test_a_job_that_can_never_be_placed_ends_though_slurm_is_away_at_first(play:
         bench.slurm.error = SlurmUnavailable("nobody answered")
         intake = asyncio.create_task(Intake(bench.parts, bench.service).run())
         await asyncio.sleep(0.1)
-        assert str((await bench.row(job)).state) == "admitted"
+        assert str((await bench.row(job)).state) == "pending"
         bench.slurm.error = None
         bench.parts.wake_intake.set()
         await asyncio.sleep(0.2)

@@ -104,8 +104,10 @@ class Partition:
         train_gpus: int = 1,
         train_nodes: int = 1,
         database_url: str | None = None,
+        tables: str = "",
         model: Path,
     ) -> None:
+        """``tables``: more of the settings file."""
         self.folder = folder
         self.engines, self.train_gpus, self.train_nodes = engines, train_gpus, train_nodes
         self.sharing = {"placement": "spread", "max_jobs": 64} if sharing is None else sharing
@@ -114,7 +116,7 @@ class Partition:
         self.host.mkdir(mode=0o700)
         self.config = folder / "plexrl.toml"
         self.config.write_text(
-            _toml(self, train or {}, rollout or {}, settings or {}, hold or {}, model),
+            _toml(self, train or {}, rollout or {}, settings or {}, hold or {}, model) + tables,
             encoding="utf-8",
         )
         self.site = read_site(self.config)

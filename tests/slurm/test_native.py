@@ -93,6 +93,7 @@ def by_python(head: str) -> str | Marked:
         seed=found.seed,
         priority=found.priority,
         max_slowdown=found.max_slowdown,
+        qos=found.qos,
     )
 
 
