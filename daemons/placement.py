@@ -95,6 +95,7 @@ class Placer:
 
         Raises as :meth:`admit` does.
         """
+        self._asked = None
         specs = [self._model(name) for name in models]
         if not specs:
             return Placement(homes={})

@@ -152,6 +152,7 @@ def test_what_was_decided_is_noted_with_what_it_was_decided_on(tmp_path: Path) -
     bench.state.obstacles[waits.id] = found
     bench.placer.admit(waits, ["tiny"])  # the same again is no news
     bench.placer.would_place(waits, ["tiny"])
+    bench.placer.admit(bench.job(3), [])  # has nothing to decide
     assert len(bench.noted) == 2
     for asked, answer in bench.noted:
         assert asked.answer() == answer

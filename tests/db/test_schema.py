@@ -57,7 +57,7 @@ def test_a_newer_schema_is_refused_with_its_revision(engine: Engine) -> None:
 
 def test_a_schema_without_our_tables_is_refused_with_the_remedy(database_url: str) -> None:
     engine = open_database(database_url)
-    with pytest.raises(DatabaseUnavailable, match=r"without our tables .* needs [0-9]{4}; back it up"):
+    with pytest.raises(DatabaseUnavailable, match=r"without our tables .* needs 0...; back it up"):
         check(engine)
     engine.dispose()
 
