@@ -95,6 +95,8 @@ class HabitBook:
         self._partition, self._writer, self._state = partition, writer, state
         self._guess, self._guessed = guess, guess.habits()
         self._known: dict[Key, Known] = {}
+        #: The newest by user and model, and by model alone (""); of these by GPUs, newest last.
+        self._sizes: dict[tuple[str, str], dict[int, Known]] = {}
         self._own: dict[JobId, Learned] = {}
         self._habits: dict[JobId, Habits] = {}
         #: Where jobs live; set by :meth:`inform`.
@@ -119,13 +121,12 @@ class HabitBook:
 
     def _remember(self, row: ProfileRow) -> None:
         key = (row.user, row.name, row.model, row.gpus)
-        # Later ones are newer, and the newest of a kind is found last.
-        self._known.pop(key, None)
-        self._known[key] = Known(
+        known = Known(
             learned=msgspec.convert(row.learned, Learned),
             run_steps=row.run_steps,
             run_us=row.run_us,
         )
+        self._put(key, known)
 
     # -- asked -------------------------------------------------------------------------------
     def habits_of(self, job: LiveJob, model: str, gpus: int) -> Habits:
@@ -139,12 +140,19 @@ class HabitBook:
         exact = self._known.get((job.user, job.name, model, gpus))
         if exact is not None:
             return exact
-        best: tuple[tuple[bool, bool], Known] | None = None
-        for (user, _, name, size), known in self._known.items():
-            rank = (user == job.user, size == gpus)
-            if name == model and (best is None or rank >= best[0]):
-                best = (rank, known)
-        return None if best is None else best[1]
+        for sizes in (self._sizes.get((job.user, model)), self._sizes.get(("", model))):
+            if sizes:
+                return sizes[gpus] if gpus in sizes else next(reversed(sizes.values()))
+        return None
+
+    def _put(self, key: Key, known: Known) -> None:
+        """The newest of its key, of its user and of anybody."""
+        self._known[key] = known
+        user, _, model, gpus = key
+        for whose in (user, ""):
+            sizes = self._sizes.setdefault((whose, model), {})
+            sizes.pop(gpus, None)
+            sizes[gpus] = known
 
     def expected_of(self, job_id: JobId) -> Expected | None:
         """For the scheduler's estimates; ``None``: nobody knows anything."""
@@ -239,11 +247,11 @@ class HabitBook:
         if not job.models:
             return
         key = (job.user, job.name, job.models[0], self._gpus(job))
-        before = self._known.pop(key, None)
+        before = self._known.get(key)
         known = Known(learned=learned) if before is None else replace(before, learned=learned)
         if run is not None:
             known = replace(known, run_steps=learned.steps, run_us=run)
-        self._known[key] = known
+        self._put(key, known)
         values: dict[str, Any] = {
             "partition": self._partition,
             **dict(zip(("user", "name", "model", "gpus"), key, strict=True)),

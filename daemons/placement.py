@@ -24,6 +24,8 @@ HabitsOf = Callable[[LiveJob, str, int], Habits]
 
 
 Answer = Placement | tuple[Obstacle, ...]
+#: Models by job: of its training deployments, and of its snapshots.
+Lives = tuple[dict[JobId, list[str]], dict[JobId, dict[str, None]]]
 _KEPT_FREE = Obstacle(
     kind=ObstacleKind.RESERVATION,
     sentence="what is free is kept for jobs of a reserved qos: wait, or ask for such a qos",
@@ -93,6 +95,7 @@ class Placer:
 
         Raises as :meth:`admit` does.
         """
+        self._asked = None
         specs = [self._model(name) for name in models]
         if not specs:
             return Placement(homes={})
@@ -147,14 +150,14 @@ class Placer:
         pool: Pool | None = None,
     ) -> Partition:
         """What is held and who lives there; ``but`` has no home, or none in ``pool``."""
-        settled = []
+        settled, lives = [], self._lives()
         for job in self._state.jobs.values():
             if job.id in without:
                 continue
             homes = dict(job.homes)
             if job is but:
                 homes = {each: wpg for each, wpg in homes.items() if pool not in (None, each)}
-            settled.append(Settled(who=self._resident(job), homes=homes))
+            settled.append(Settled(who=self._resident(job, lives), homes=homes))
         return Partition(sites=self._sites(), settled=settled)
 
     def open_partition(self) -> Partition:
@@ -241,27 +244,33 @@ class Placer:
             ends_us=self.ends_of(job),
         )
 
-    def _resident(self, job: LiveJob) -> Applicant:
+    def _resident(self, job: LiveJob, lives: Lives | None = None) -> Applicant:
         """A job with what lives of it now, or what it has declared and not created yet."""
-        trains = [
-            d.model for d in self._state.deployments.values() if d.job == job.id and not d.dropped
-        ]
-        names = job.models or tuple(dict.fromkeys(trains))
+        trains, samples = self._lives() if lives is None else lives
+        mine, weights = trains.get(job.id, []), samples.get(job.id, {})
+        names = job.models or tuple(dict.fromkeys(mine))
         specs = [self._models[name] for name in names if name in self._models]
-        live = [self._models[name].train_bytes for name in trains]
-        declared = {pool: [size for where, size in job.declared if where is pool] for pool in Pool}
-        weights = {
-            snapshot.model: self._models[snapshot.model].weights_bytes
-            for snapshot in self._state.snapshots.values()
-            if snapshot.job == job.id and not snapshot.dropped
-        }
-        sampled = list(weights.values())
-        trained, told = declared[Pool.TRAIN], declared[Pool.ROLLOUT]
+        told = {pool: [size for where, size in job.declared if where is pool] for pool in Pool}
+        live = [self._models[name].train_bytes for name in mine]
+        sampled = [self._models[name].weights_bytes for name in weights]
+        trained, rolled = told[Pool.TRAIN], told[Pool.ROLLOUT]
         return replace(
             self._applicant(job, specs),
             train_images=tuple(live if len(live) > len(trained) else trained),
-            rollout_images=tuple(sampled if len(sampled) > len(told) else told),
+            rollout_images=tuple(sampled if len(sampled) > len(rolled) else rolled),
         )
+
+    def _lives(self) -> Lives:
+        """Models of what lives now, by job: what is trained, and what is sampled."""
+        trains: dict[JobId, list[str]] = {}
+        for live in self._state.deployments.values():
+            if not live.dropped:
+                trains.setdefault(live.job, []).append(live.model)
+        samples: dict[JobId, dict[str, None]] = {}
+        for snapshot in self._state.snapshots.values():
+            if not snapshot.dropped:
+                samples.setdefault(snapshot.job, {})[snapshot.model] = None
+        return trains, samples
 
     def _may_fit(self, image: int, pool: Pool) -> bool:
         """Whether a WPG of the configuration is large enough; it need not be held now."""

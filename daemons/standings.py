@@ -71,25 +71,30 @@ class Standings:
         self._bucket_us = MINUTE_US
         if half_life_us:
             self._bucket_us = max(1, min(MINUTE_US, half_life_us // _PARTS))
-        #: Last row of the ledger that was read, and when; ``None``: never.
-        self._last, self._read_us = 0, None if self._needed() else -1
+        #: Last row of the ledger that was read, and when.
+        self._last = 0
+        self._read_us: int | None = None
+        self._reading = False
+        self._needed = self.queue.weights.fairshare > 0 or self.queue.limits.daily()
 
     async def refresh(self, store: Store, now_us: int) -> None:
-        """Read what the ledger has got meanwhile; not often."""
-        if self._read_us is not None and (
-            self._read_us < 0 or 0 <= now_us - self._read_us < REFRESH_US
-        ):
+        """Read what the ledger has got meanwhile; not often, and never twice at once."""
+        fresh = self._read_us is not None and 0 <= now_us - self._read_us < REFRESH_US
+        if fresh or self._reading or not self._needed:
             return
-        self._read_us = now_us
         half_life_us = self.queue.weights.half_life_us
         longest_us = max(DAY_US, REMEMBERED * half_life_us) if half_life_us else now_us
-        self._last, found = await store.read(
-            attributed,
-            self._partition,
-            after=self._last,
-            since_us=now_us - longest_us,
-            bucket_us=self._bucket_us,
-        )
+        self._read_us, self._reading = now_us, True
+        try:
+            self._last, found = await store.read(
+                attributed,
+                self._partition,
+                after=self._last,
+                since_us=now_us - longest_us,
+                bucket_us=self._bucket_us,
+            )
+        finally:
+            self._reading = False
         for each in found:
             self._usage.add(Owner(each.account, each.user), each.gpu_us, each.at_us)
             minute = each.at_us // MINUTE_US
@@ -97,9 +102,6 @@ class Standings:
         oldest = (now_us - DAY_US) // MINUTE_US
         for key in [key for key in self._day if key[0] < oldest]:
             del self._day[key]
-
-    def _needed(self) -> bool:
-        return self.queue.weights.fairshare > 0 or self.queue.limits.daily()
 
     # -- order -------------------------------------------------------------------------------
     def of(self, rows: Sequence[JobRow], now_us: int) -> dict[JobId, Standing]:

@@ -11,7 +11,7 @@ from plexrl_slurm.core.grouping import Group, Pools, Rules
 from plexrl_slurm.core.ids import JobId, WpgId
 from plexrl_slurm.core.messages import Pool
 from plexrl_slurm.core.regroup import relieve as regroup_relieve
-from plexrl_slurm.core.sites import Applicant, Partition, Site, host_need, images_room, usable
+from plexrl_slurm.core.sites import Applicant, Partition, Site, images_room, usable
 
 #: More GPUs than there are, where they are not counted.
 _MANY: Final = 1 << 40
@@ -85,9 +85,5 @@ def _room_left(site: Site, movable: Sequence[Applicant], partition: Partition) -
     shares = partition.shares(site)
     coming = [-(-image // len(site.at)) for who in movable for image in who.train_images]
     largest = max([*shares, *coming], default=0)
-    others = max(
-        sum(size for wpg, size in partition.taken.get(node, {}).items() if wpg != site.wpg.id)
-        for node in site.at
-    )
-    room = images_room(site, largest) - others - (host_need([largest]) - largest)
+    room = images_room(site, largest) - partition.others(site) - largest
     return max(0, room) * len(site.at)

@@ -58,6 +58,8 @@ class Applicant:
 
     def profile(self, pool: Pool, gpus: int) -> Profile:
         """On a WPG of so many GPUs."""
+        if (found := self.habits.get(gpus)) is not None:
+            return found.of(pool)
         nearest = min(self.habits, key=lambda size: (abs(size - gpus), size))
         return self.habits[nearest].of(pool)
 
@@ -77,9 +79,12 @@ class Partition:
     sites: Sequence[Site]
     settled: Sequence[Settled]
     members: dict[WpgId, list[Applicant]] = field(default_factory=dict)
-    #: Bytes of a tier that the sites there need, by node and site.
-    taken: dict[str, dict[WpgId, int]] = field(default_factory=dict)
     homes: dict[JobId, Mapping[Pool, WpgId]] = field(default_factory=dict)
+    #: Bytes that images take on one node of a site: all of them, and the largest one.
+    _stock: dict[WpgId, tuple[int, int]] = field(default_factory=dict)
+    #: Bytes of a node's tier that training sites there need together.
+    _taken: dict[str, int] = field(default_factory=dict)
+    _load: dict[WpgId, float] = field(default_factory=dict)
     _by_id: dict[WpgId, Site] = field(default_factory=dict)
     _slow: dict[WpgId, dict[JobId, float]] = field(default_factory=dict)
 
@@ -92,11 +97,11 @@ class Partition:
                 if wpg in self.members:
                     self.members[wpg].append(each.who)
         for site in self.sites:
-            if site.wpg.pool is not Pool.TRAIN:
-                continue
-            need = host_need(self.shares(site))
-            for node in site.at:
-                self.taken.setdefault(node, {})[site.wpg.id] = need
+            shares = self.shares(site)
+            self._stock[site.wpg.id] = (sum(shares), max(shares, default=0))
+            if site.wpg.pool is Pool.TRAIN:
+                for node in site.at:
+                    self._taken[node] = self._taken.get(node, 0) + host_need(shares)
 
     def shares(self, site: Site) -> list[int]:
         """What each image there takes on one of its nodes."""
@@ -107,14 +112,24 @@ class Partition:
     def room(self, site: Site, who: Applicant) -> tuple[int, int]:
         """Bytes that the images there need on one node together with those of ``who``, and what
         the fullest node has for them."""
-        new = [-(-image // len(site.at)) for image in who.images(site.wpg.pool)]
-        shares = [*self.shares(site), *new]
-        has = images_room(site, max(shares, default=0))
-        others = max(
-            sum(size for wpg, size in self.taken.get(node, {}).items() if wpg != site.wpg.id)
-            for node in site.at
-        )
-        return host_need(shares), has - (others if site.wpg.pool is Pool.TRAIN else 0)
+        nodes, total, largest = len(site.at), *self._stock[site.wpg.id]
+        for image in who.images(site.wpg.pool):
+            share = -(-image // nodes)
+            total, largest = total + share, max(largest, share)
+        return total + largest, images_room(site, largest) - self.others(site)
+
+    def others(self, site: Site) -> int:
+        """Bytes that other training sites need on the fullest of its nodes."""
+        if site.wpg.pool is not Pool.TRAIN:
+            return 0
+        return max(self._taken[node] for node in site.at) - sum(self._stock[site.wpg.id])
+
+    def load(self, wpg: WpgId) -> float:
+        """Share of a site's time that those who live there need."""
+        if wpg not in self._load:
+            pool, gpus = self._by_id[wpg].wpg.pool, self._by_id[wpg].wpg.gpus
+            self._load[wpg] = sum(each.profile(pool, gpus).load for each in self.members[wpg])
+        return self._load[wpg]
 
     def slowdown(self, wpg: WpgId | None, job: JobId) -> float:
         """Of a settled job on one of its homes."""
@@ -151,7 +166,8 @@ def load(partition: Partition, site: Site, but: JobId | None = None) -> float:
     """Share of the site's time that those who live there need."""
     pool, gpus = site.wpg.pool, site.wpg.gpus
     members = partition.members[site.wpg.id]
-    return sum(each.profile(pool, gpus).load for each in members if each.job != but)
+    mine = (each.profile(pool, gpus).load for each in members if each.job == but)
+    return partition.load(site.wpg.id) - sum(mine)
 
 
 def allowance(

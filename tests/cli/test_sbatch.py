@@ -272,3 +272,13 @@ def test_what_cannot_be_undone_is_said_and_the_first_error_is_shown(
     assert done.exit_code == 75
     assert "queue row 7 could not be taken back (second)" in done.stderr
     assert done.stderr.splitlines()[-1] == "plexrl: error: first"
+
+
+def test_a_qos_comes_from_the_command_line_or_the_script(
+    plexrl: Plexrl, daemon: FakeDaemon, home: Path
+) -> None:
+    (home / "fast.sh").write_text("#!/bin/sh\n#PLEXRL --qos=fast\ntrue\n")
+    for words, qos in (((), "fast"), (("-q", "slow"), "slow"), (("--plexrl-qos=x",), "x")):
+        daemon.asked.clear()
+        assert plexrl("sbatch", *words, "fast.sh").exit_code == 0
+        assert daemon.body("POST /jobs")["options"] == {"qos": qos}

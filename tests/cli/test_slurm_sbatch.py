@@ -91,6 +91,22 @@ def test_our_options_have_variables_of_their_own(
     assert "--priority=7" in slurm.argv()  # Slurm's own
 
 
+def test_our_qos_is_not_slurms_and_the_time_limit_is_told_to_both(
+    plexrl: Plexrl, daemon: FakeDaemon, slurm: Fakes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--qos=long", "--plexrl-qos", "fast", "-t", "1:30", "count.sh"]
+    assert plexrl("sbatch", *words).exit_code == 0
+    assert daemon.body("POST /jobs")["options"] == {"qos": "fast", "time_limit_us": "90000000"}
+    assert slurm.argv()[:3] == ["--qos=long", "-t", "1:30"]
+    daemon.asked.clear()
+    monkeypatch.setenv("PLEXRL_SBATCH_QOS", "slow")
+    assert plexrl("sbatch", "--time=nonsense", "count.sh").exit_code == 0  # sbatch's to judge
+    assert daemon.body("POST /jobs")["options"] == {"qos": "slow"}
+    done = plexrl("sbatch", "--plexrl-qos=a b", "count.sh")
+    assert done.exit_code == 2
+    assert "qos 'a b' is not a name" in done.stderr
+
+
 def test_options_of_the_sites_plugins_are_known(
     plexrl: Plexrl, daemon: FakeDaemon, slurm: Fakes
 ) -> None:

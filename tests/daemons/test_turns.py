@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import pytest
 
 from plexrl_slurm.api.service import JobSubmission, Principal
+from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.errors import BadInput, DatabaseUnavailable
 from plexrl_slurm.core.ids import JobId, SlurmId, WpgId
 from plexrl_slurm.core.limits import LimitRules, Limits, Qos
@@ -101,7 +102,6 @@ class Queue:
 
     async def use(self, job: JobId, seconds: int) -> None:
         """So many GPU-seconds, just now, in the ledger."""
-        from plexrl_slurm.clock import now_us
 
         def book(session: Any, now: int) -> None:
             add_hold(session, now_us=now, gpus=1)
@@ -436,3 +436,37 @@ def test_whoever_joins_others_comes_before_whoever_takes_an_empty_wpg(
         assert q.words() == {}
 
     play(scene)
+
+
+def test_what_was_used_counts_once_however_many_ask_at_the_same_time(
+    play: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(standings, "REFRESH_US", 0)
+
+    async def scene(q: Queue) -> None:
+        earlier = await q.submit("a", "physics", bound=False)
+        await q.use(earlier, 500)
+        known = q.bench.service.standings
+        await asyncio.gather(*(known.refresh(q.bench.store, now_us()) for _ in range(5)))
+        await known.refresh(q.bench.store, now_us())
+        assert sum(known._usage.at(now_us()).values()) == pytest.approx(500e6, rel=1e-3)
+        assert set(known._used_today().values()) == {500 * 10**6}
+
+    play(scene)
+
+
+def test_a_qos_of_plain_sbatch_is_judged_in_the_queue(play: Callable[..., None]) -> None:
+    async def scene(q: Queue) -> None:
+        for number, qos in (("71", "fast"), ("72", "nope")):
+            q.bench.slurm.put(
+                number, "PENDING", reason="JobHeldAdmin", uid=1000, user="a", account="lab",
+                submit_us=now_us(), admin_comment=f"plexrl:1:rlvr:model=tiny;qos={qos}",
+            )  # fmt: skip
+        await q.bench.look()
+        fast, wrong = await q.bench.rows()
+        assert (fast.options, wrong.options) == ({"qos": "fast"}, {"qos": "nope"})
+        assert await q.look() == [fast.id]
+        assert q.words() == {JobId(wrong.id): "InvalidQOS"}
+        assert (await q.row(JobId(wrong.id))).reason.startswith("unknown qos 'nope'")
+
+    play(scene, free=9, limits=LimitRules(qos=FAST))
