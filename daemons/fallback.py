@@ -173,6 +173,14 @@ async def copy_held(
         store.unpin(held.slot)
 
 
+def is_swapped(store: ImageStore, held: Held) -> bool:
+    """Whether what is wrong with an image may be in its swap folder, and so in all its copies."""
+    try:
+        return any(VERSION in read_header(slab).state for slab in store.paths(held.slot))
+    except BadImage:
+        return False
+
+
 def check_held(
     held: Held, slabs: Sequence[Path], *, swap: Path | None = None, trust: Trust | None = None
 ) -> None:

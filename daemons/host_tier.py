@@ -297,8 +297,11 @@ class HostTier(Persisting):
         if self._nvme is not None:
             copy = self._nvme.find(wpg, deployment)
         if held is not None and (copy is None or held.progress >= copy.progress):
+            both = copy and copy.progress == held.progress and fallback.is_swapped(store, held)
             store.forget(deployment)
-        elif self._nvme is not None:
+            if not both:
+                return
+        if self._nvme is not None:
             self._nvme.drop(wpg, deployment)
 
     async def fetch(self, order: tm.SwitchOrder) -> Found:
