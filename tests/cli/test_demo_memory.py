@@ -43,6 +43,7 @@ def test_a_small_memory_is_for_fewer_images_than_jobs_and_the_settings_accept_it
         host_dir="/dev/shm/plexrl-demo-test",
         memory=budget.toml(tmp_path),
         policy="hrrs",
+        jobs=jobs,
         most_slowdown=4 * jobs,
         train_cores=[],
         rollout_cores=[],
