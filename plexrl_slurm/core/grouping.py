@@ -35,6 +35,9 @@ class Member:
     #: Other sizes of a training WPG that would do, and how long its phase lasts there, as a
     #: part of its phase on ``train_gpus``.
     shapes: tuple[tuple[int, float], ...] = ()
+    #: What it may be slowed down from now on so that the promise is kept at its end; 0: as
+    #: promised.
+    allowed: float = 0.0
 
     def on(self, gpus: int) -> Profile | None:
         """Its profile on a WPG of that size; ``None``: that would not do."""
@@ -59,6 +62,20 @@ class Group:
     #: Bytes of images that its nodes can keep.
     host_bytes: int
     members: dict[JobId, Member] = field(default_factory=dict)
+
+
+def allowance(
+    member: Member, *, done_us: float, taken_us: float, left_us: float,
+    least: float = 0.3, most: float = 1.5,
+) -> float:  # fmt: skip
+    """What is left of a promise: after work that takes ``done_us`` alone took ``taken_us``, and
+    with work of ``left_us`` to do. Between parts of the promised loss, because what is left may
+    end sooner than said, and because a promise that is broken is kept as well as can be.
+    """
+    promised = member.max_slowdown - 1
+    lost_us = taken_us - done_us
+    loss = ((done_us + left_us) * promised - lost_us) / max(1.0, left_us)
+    return 1 + min(most * promised, max(least * promised, loss))
 
 
 def stretched(profile: Profile, phase: float, switch: float) -> Profile:
@@ -207,6 +224,6 @@ def kept(members: Sequence[Member], margin: float, gpus: int = 0) -> bool:
     found = slowdowns(profiles)
     return all(
         slow * profile.step_us / max(1, member.profile.step_us) - 1
-        <= (member.max_slowdown - 1) * margin
+        <= ((member.allowed or member.max_slowdown) - 1) * margin
         for slow, profile, member in zip(found, profiles, members, strict=True)
     )

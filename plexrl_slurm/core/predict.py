@@ -10,7 +10,7 @@ Each job alternates a training phase with a time in which it needs no training W
 - what waits behind one another grows as the WPG fills.
 
 A synchronous job loses all of that; one that samples meanwhile only what exceeds its slack. The
-weights are a fit to 487 simulated groups of jobs of the quarter trace (2 to 5 jobs of one shape,
+weights are a fit to 660 simulated groups of jobs of the quarter trace (2 to 5 jobs of one shape,
 ATC-H; without intercept, and each near 1 as the reasoning asks). ``benchmarks/predictor.py``
 measures the error; docs/decisions/0037 tells what it replaced.
 """

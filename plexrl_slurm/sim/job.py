@@ -80,6 +80,14 @@ class SimJob:
             ),
         )
 
+    def step_us(self, number: int) -> int:
+        """Step ``number`` alone, once the first rollout has ended."""
+        step = self.step(number)
+        train_us = sum(length for _, length in step.train) + self.gap_us * (len(step.train) - 1)
+        if self.trace.overlaps:
+            return max(step.sample_us, train_us)
+        return step.sample_us + step.reward_us + train_us
+
     def alone_us(self) -> int:
         """From its first call to its last answer on WPGs of its own."""
         sampled = trained = begun_us = self.create_us

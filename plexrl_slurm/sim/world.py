@@ -51,6 +51,7 @@ from plexrl_slurm.sim.controller import Controller
 from plexrl_slurm.sim.job import SimJob
 from plexrl_slurm.sim.mover import Mover
 from plexrl_slurm.sim.profiles import Profiles
+from plexrl_slurm.sim.promises import Promises
 from plexrl_slurm.sim.trace import TraceJob
 
 CAUSE: Final = CauseId("sim")
@@ -111,11 +112,9 @@ class World:
             node_gpus=cluster.node_gpus,
             node_bytes=cluster.node_bytes,
         )
+        fit = plan.rules.placement is Placement.FIT
         self.backlog = Backlog(
-            backfill=plan.backfill,
-            guard_us=plan.guard_us,
-            depth=plan.depth,
-            joins_first=plan.rules.placement is Placement.FIT,
+            backfill=plan.backfill, guard_us=plan.guard_us, depth=plan.depth, joins_first=fit
         )
         self.records = {
             JobId(number): Record(job=SimJob.of(number, job), submit_us=job.submit_us)
@@ -139,6 +138,7 @@ class World:
         self._heap: list[tuple[int, int, Callable[..., None], tuple[Any, ...]]] = []
         self._count = 0
         self._groups = 0
+        self._promises = Promises()
         self.profiles = Profiles(cluster, plan, (job.train.gpus for job in trace))
         #: Progress of the newest image of each deployment.
         self.images: dict[DeploymentId, tuple[int, int]] = {}
@@ -388,9 +388,8 @@ class World:
         """A controller asks for a function that takes so long."""
         pool = Pool.ROLLOUT if kind is FunctionKind.SAMPLE else Pool.TRAIN
         if pool is Pool.TRAIN and kind is not FunctionKind.CREATE:
-            group = self.pools.groups.get(self.records[job].group)
-            if group is not None:  # else it is being emptied, and this runs elsewhere
-                length_us = int(length_us * group.members[job].factor(group.gpus))
+            group = self.pools.groups[self.records[job].group]
+            length_us = int(length_us * group.members[job].factor(group.gpus))
         call = Call(
             id=CallId(f"{pool}-{job}/{seq}"),
             deployment=DeploymentId(f"{pool}-{job}"),
@@ -411,10 +410,14 @@ class World:
 
     def stepped(self, job: SimJob, steps: int) -> None:
         """A job has taken so many steps."""
+        record = self.records[job.number]
+        group = self.pools.groups[record.group]
+        if self._promises.stepped(job, steps, self.now_us - record.start_us, group):
+            self.doubtful.add(group.number)
+            self._pass = True
         if steps != self.plan.learn_steps:
             return
         learned = self.profiles.learn(job)
-        group = self.pools.groups[self.records[job.number].group]
         group.members[job.number] = replace(group.members[job.number], profile=learned)
         self.doubtful.add(group.number)
         self._pass = True

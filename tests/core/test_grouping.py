@@ -14,6 +14,7 @@ from plexrl_slurm.core.grouping import (
     Pools,
     Rules,
     Why,
+    allowance,
     find_placement,
     kept,
     place,
@@ -139,6 +140,32 @@ class TestShapes:
         found = merge(pools([member(1, gpus=32)], [thin]), FIT, lambda job: True)
         assert found is not None
         assert (found.group, found.homes) == (2, ((3, 1),))
+
+
+class TestAllowance:
+    def of(self, *, taken: int, done: int = 500, left: int = 500) -> float:
+        return allowance(member(1), done_us=done * S, taken_us=taken * S, left_us=left * S)
+
+    def test_who_is_as_late_as_promised_may_go_on_so(self) -> None:
+        assert self.of(taken=550) == pytest.approx(1.1)
+
+    def test_who_has_lost_less_may_lose_more_and_the_promise_holds(self) -> None:
+        assert self.of(taken=530) == pytest.approx(1.14)
+        assert 530 + 500 * self.of(taken=530) == pytest.approx(1.1 * 1000)
+
+    def test_who_has_lost_more_may_lose_less_and_the_promise_holds(self) -> None:
+        assert self.of(taken=570) == pytest.approx(1.06)
+
+    def test_it_stays_between_parts_of_the_promise(self) -> None:
+        assert self.of(taken=500) == pytest.approx(1.15)
+        assert self.of(taken=900) == pytest.approx(1.03)
+        assert self.of(taken=500, left=0) == pytest.approx(1.15)
+
+    def test_nobody_joins_who_would_break_what_is_left(self) -> None:
+        first = member(1, of=profile())
+        late = replace(first, allowed=1.01)
+        assert place(member(2, of=profile()), pools([first]), FIT) == Home(group=1)
+        assert place(member(2, of=profile()), pools([late]), FIT) is Why.PROMISE
 
 
 class TestPlace:
