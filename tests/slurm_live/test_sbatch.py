@@ -126,7 +126,7 @@ def test_the_job_is_held_in_the_controllers_partition_with_its_credentials(site:
         "priority": 3,
         "seed": 5,
         "script": "count.sh",
-        "options": {},
+        "options": {"time_limit_us": "420000000"},
     }
     facts = site.facts(number)
     assert (facts["JobName"], facts["Partition"], facts["TimeLimit"]) == (
