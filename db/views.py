@@ -61,3 +61,9 @@ def jobs_since(session: Session, partition: str, since_us: int) -> Sequence[JobR
         .order_by(JobRow.submitted_us, JobRow.id)
     )
     return session.scalars(asked).all()
+
+
+def calls_since(session: Session, since_us: int) -> dict[str, int]:
+    """When each call came, of those that came since then."""
+    asked = select(CALLS.c.id, CALLS.c.submitted_us).where(CALLS.c.submitted_us >= since_us)
+    return {str(call): int(submitted_us) for call, submitted_us in session.execute(asked)}

@@ -21,7 +21,7 @@ def trace_of(
 
     ``only``: of these numbers. Raises ``BadInput`` for one that is not among them.
     """
-    from plexrl_slurm.db.views import jobs_since
+    from plexrl_slurm.db.views import calls_since, jobs_since
     from plexrl_slurm.sim.history import PastJob, from_ledger
 
     models = read(site.path).models
@@ -29,6 +29,7 @@ def trace_of(
     since_us = until_us - int(days * _DAY_US)
     with ledger.reading(site) as session:
         rows = jobs_since(session, site.partition, since_us)
+        asked_us = calls_since(session, since_us)
         jobs = []
         for row in rows:
             name = row.models[0] if row.models else next(iter(models), "")
@@ -57,7 +58,8 @@ def trace_of(
         if unknown := [name for name in only if name not in known]:
             raise BadInput(f"no job {unknown[0]} in the last {days:g} days: see `plexrl squeue -a`")
         jobs = [job for job in jobs if job.id in only]
-    return from_ledger(ledger.stretches(site, since_us=since_us, until_us=until_us), jobs)
+    rows_of_ledger = ledger.stretches(site, since_us=since_us, until_us=until_us)
+    return from_ledger(rows_of_ledger, jobs, asked_us)
 
 
 def _length_s(row: Any, until_us: int) -> float:

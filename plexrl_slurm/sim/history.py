@@ -60,6 +60,8 @@ class _Seen:
     #: ``(start, stop)`` of samples, and of training functions with their call and kind.
     samples: list[tuple[int, int]] = field(default_factory=list)
     stretches: list[tuple[int, int, str, FunctionKind]] = field(default_factory=list)
+    #: When a training function that began at an instant was asked for, where that is known.
+    asked: dict[int, int] = field(default_factory=dict)
 
     def calls(self) -> list[tuple[int, int, FunctionKind]]:
         """Training functions in their order; the books may have one in several pieces."""
@@ -75,11 +77,14 @@ class _Seen:
 
 
 def from_ledger(
-    stretches: Iterable[Mapping[str, Any]], jobs: Sequence[PastJob]
+    stretches: Iterable[Mapping[str, Any]],
+    jobs: Sequence[PastJob],
+    asked_us: Mapping[str, int] | None = None,
 ) -> tuple[list[TraceJob], dict[str, str]]:
     """A trace job for each job that took at least one step, and why others have none.
 
-    ``stretches``: rows of ``cli.ledger.stretches``, in any order.
+    ``stretches``: rows of ``cli.ledger.stretches``, in any order. ``asked_us``: when each call
+    came, without which the wait of a training function counts as time that its job spent outside.
     """
     seen: dict[str, _Seen] = {}
     for row in stretches:
@@ -95,6 +100,8 @@ def from_ledger(
         elif kind is not FunctionKind.CREATE:
             mine.train_gpus = max(mine.train_gpus, gpus)
             mine.stretches.append((start, stop, row["call_id"] or "", kind))
+            if asked_us is not None and row["call_id"] in asked_us:
+                mine.asked[start] = min(start, asked_us[row["call_id"]])
     found, left_out = [], {}
     first_us = min((job.submit_us for job in jobs), default=0)
     for job in sorted(jobs, key=lambda each: (each.submit_us, each.id)):
@@ -142,7 +149,7 @@ def _trace(
         return [each for each in sums if each > 0]
 
     mine.samples.sort()
-    rollouts, pauses_s = _rollouts(mine.samples, steps)
+    rollouts, pauses_s = _rollouts(mine.samples, steps, mine.asked)
     micro = [
         (b - a) / _SECOND
         for step in steps
@@ -198,9 +205,12 @@ def _trace(
 
 
 def _rollouts(
-    samples: Sequence[tuple[int, int]], steps: list[list[tuple[int, int, FunctionKind]]]
+    samples: Sequence[tuple[int, int]],
+    steps: list[list[tuple[int, int, FunctionKind]]],
+    asked: Mapping[int, int],
 ) -> tuple[list[float], list[float]]:
-    """Seconds of sampling before each step's training, and from its end to the training."""
+    """Seconds of sampling before each step's training, and from its end until training is asked
+    for."""
     merged = _merged(samples)
     lengths, pauses = [], []
     before = -math.inf
@@ -209,7 +219,7 @@ def _rollouts(
         mine = [(max(a, before), b) for a, b in merged if a < begin and b > before]
         if mine:
             lengths.append(sum(min(b, begin) - a for a, b in mine) / _SECOND)
-            pauses.append(max(0.0, begin - mine[-1][1]) / _SECOND)
+            pauses.append(max(0.0, asked.get(begin, begin) - mine[-1][1]) / _SECOND)
         before = begin
     return lengths, pauses
 

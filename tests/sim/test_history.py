@@ -128,6 +128,13 @@ def test_what_a_script_does_before_its_first_call_and_after_its_last_is_kept() -
     assert job.phases.client_end_s == pytest.approx(140 - 137.1)
 
 
+def test_what_a_function_waited_is_no_time_that_its_job_spent_outside() -> None:
+    rows = [*step(100), *step(120)]
+    asked = {row["call_id"]: row["start_us"] - 800_000 for row in rows if row["kind"] == "forward"}
+    (job,), _ = from_ledger(rows, [past()], asked)
+    assert job.phases.reward_s.median == pytest.approx(0.2)
+
+
 def test_a_history_can_be_run() -> None:
     trace, _ = from_ledger(
         [*step(100), *step(120), *step(140)], [past(start_us=100 * S, end_us=157_100_000)]
