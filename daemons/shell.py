@@ -462,7 +462,14 @@ class Shell:
         if self._wake is not None:
             self._wake.cancel()
         delay = max(0.0, (at_us - now_us()) / 1e6)
-        self._wake = asyncio.get_running_loop().call_later(delay, self.tick)
+        self._wake = asyncio.get_running_loop().call_later(delay, self._ring, at_us)
+
+    def _ring(self, at_us: int) -> None:
+        """The loop's clock may run ahead of ours: a tick before its instant would do nothing."""
+        if now_us() < at_us:
+            self._wake_at(at_us)
+        else:
+            self.tick()
 
     def tick(self, *, flush: bool = False) -> None:
         """Let the core book what has passed; with ``flush`` to the last microsecond."""

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from plexrl_slurm.tomlcheck import Report, as_text
+from plexrl_slurm.tomlcheck import Report, absolute, as_text
 
 
 def database_url(value: object, folder: Path) -> str:
@@ -23,7 +23,7 @@ def database_url(value: object, folder: Path) -> str:
         place = given.partition("://")[2]
         if not place.startswith("/") or place in ("/", "/:memory:"):
             raise ValueError(f"a database in memory is lost with the daemon: write {example}")
-        return f"{parts.scheme}:///{(folder / place[1:]).resolve()}"
+        return f"{parts.scheme}:///{absolute(folder, place[1:])}"
     if kind != "postgresql":
         raise ValueError(f"it does not begin with sqlite: or postgresql: write {example}")
     if not parts.path.strip("/"):
@@ -61,8 +61,13 @@ def is_loopback(host: str) -> bool:
 def public_url(value: object) -> str:
     """``https://host:port``, without a path."""
     given = as_text(value).rstrip("/")
-    parts = urlsplit(given)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.path:
+    try:
+        parts = urlsplit(given)
+        good = parts.scheme in ("http", "https") and parts.hostname and not parts.path
+        _ = parts.port
+    except ValueError:
+        good = False
+    if not good:
         raise ValueError(f'{given!r} is not a URL: write "https://HOST:PORT"')
     return given
 

@@ -16,6 +16,8 @@ from plexrl_slurm.tomlcheck import Report
 
 #: File systems whose files are in memory.
 _IN_MEMORY: Final = ("tmpfs", "ramfs")
+#: File systems that take no files of anybody.
+_OF_THE_KERNEL: Final = ("proc", "sysfs", "cgroup", "cgroup2", "debugfs", "devpts")
 
 #: GPUs and engine options of a ``[[wpg]]`` table.
 Gang = tuple[int, Mapping[str, Any]]
@@ -132,6 +134,9 @@ def check_nvme(
     if wrong:
         _tell(report, "partition.nvme_dir", wrong, here=here)
         return
+    if kind := _no_place(place):
+        _tell(report, "partition.nvme_dir", kind, here=here)
+        return
     if file_system(place) in _IN_MEMORY:
         report.warnings.append(
             f"partition.nvme_dir: {folder} is in memory itself ({file_system(place)}), so that "
@@ -173,6 +178,9 @@ def check_host(report: Report, values: Mapping[str, Any], *, here: bool) -> None
     place = folder if folder.is_dir() else folder.parent
     if not place.is_dir():
         return
+    if wrong := _no_place(place):
+        _tell(report, "partition.host_dir", wrong, here=here)
+        return
     in_memory = file_system(place) in _IN_MEMORY
     if not in_memory:
         report.warnings.append(
@@ -198,6 +206,14 @@ def not_writable(folder: Path) -> str:
     if not os.access(folder, os.W_OK | os.X_OK):
         return f"you may not write in {folder}: choose another path, or change its mode"
     return ""
+
+
+def _no_place(place: Path) -> str:
+    """Why there can be no files in ``place`` at all; "": there can."""
+    kind = file_system(place)
+    if kind not in _OF_THE_KERNEL:
+        return ""
+    return f"{place} is on {kind}, where the kernel shows its own state: choose another path"
 
 
 def file_system(place: Path) -> str:

@@ -44,6 +44,7 @@ from plexrl_slurm.tomlcheck import (
     load,
     mapping,
     one_of,
+    path_in,
 )
 from plexrl_slurm.whereabouts import Site as Site
 from plexrl_slurm.whereabouts import SlurmSettings as SlurmSettings
@@ -84,6 +85,8 @@ ENGINE_OPTIONS: Final[Mapping[str, Mapping[str, Callable[[object], object]]]] = 
         "answer_timeout_s": as_count,
     },
 }
+#: They are counted one by one.
+_MOST_WPGS: Final = 10_000
 #: A unix socket's path may not be longer.
 _LONGEST_SOCKET: Final = 107
 
@@ -306,9 +309,8 @@ def _wpg(report: Report, key: str, data: Mapping[str, Any]) -> WpgSettings | Non
     table = Table(report, key, data)
     table.take("pool", one_of("pool", ("train", "rollout")))
     table.take("engine", one_of("engine", tuple(ENGINE_POOLS)))
-    table.take("gpus", as_count, required=False)
-    table.take("nodes", as_count, required=False)
-    table.take("count", as_count, required=False)
+    for name in ("gpus", "nodes", "count"):
+        table.take(name, _some, required=False)
     table.take("cores", _cores, required=False)
     shared_settings.take(table)
     options = Table(report, f"{key}.options", mapping(report, data, "options", at=key))
@@ -328,7 +330,8 @@ def _wpg(report: Report, key: str, data: Mapping[str, Any]) -> WpgSettings | Non
         options.finish()
     else:
         options.take("device_bytes", as_bytes, required=False)
-        options.values = {**options.data, **options.values}
+        others = {key: options.data[key] for key in options.data if key != "device_bytes"}
+        options.values = {**others, **options.values}
     if engine == "deepspeed" and (impossible := zero.problem(options.values)) is not None:
         report.bad(f"{key}.options.{impossible[0]}", impossible[1])
     cores, count = table.values.get("cores", ()), table.values.get("count", 1)
@@ -361,7 +364,7 @@ def _model(
 ) -> tuple[str, ModelSpec] | None:
     table = Table(report, key, data)
     table.take("name", as_name)
-    table.take("path", lambda value: (folder / Path(as_text(value)).expanduser()).resolve())
+    table.take("path", path_in(folder))
     table.take("dtype", one_of("dtype", DTYPES), required=False)
     table.take("max_context_length", as_count, required=False)
     table.finish()
@@ -474,6 +477,13 @@ def _check_writable(report: Report, key: str, folder: Path) -> None:
 
 
 # ---- converters of this file only -----------------------------------------------------------
+
+
+def _some(value: object) -> int:
+    """So many GPUs, nodes or WPGs."""
+    if as_count(value) > _MOST_WPGS:
+        raise ValueError(f"{value!r} is too large: write {_MOST_WPGS:,} or less")
+    return as_count(value)
 
 
 def _cores(value: object) -> tuple[tuple[int, ...], ...]:

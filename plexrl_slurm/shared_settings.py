@@ -116,9 +116,12 @@ def _group(report: Report, name: str, group: Sequence[Sharing], *, slurm: bool) 
 def _fit(report: Report, name: str, group: Sequence[Sharing], total: int) -> None:
     """Each awake, beside what is left of the other."""
     for each, other in zip(group, reversed(group), strict=True):
+        key = f"{each.key}.options.device_bytes"
+        if report.told(key):
+            continue
         if each.device_bytes is None:
             report.bad(
-                f"{each.key}.options.device_bytes",
+                key,
                 f"it is missing: with gpu_bytes, say what the {each.pool} WPG of {name} may take "
                 f"on all its GPUs while it is awake",
             )
@@ -126,7 +129,7 @@ def _fit(report: Report, name: str, group: Sequence[Sharing], total: int) -> Non
         needed = each.device_bytes + each.residual_bytes + other.residual_bytes
         if needed > total:
             report.bad(
-                f"{each.key}.options.device_bytes",
+                key,
                 f"awake the {each.pool} WPG of {name} takes {_gib(each.device_bytes)}, beside "
                 f"{_gib(each.residual_bytes + other.residual_bytes)} that neither gives back "
                 f"(residual_bytes of both), and its GPUs have {_gib(total)}: lower one of them",

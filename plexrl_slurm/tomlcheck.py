@@ -1,11 +1,12 @@
 """Read a TOML file table by table and collect everything that is wrong, with key and line."""
 
+import os
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from plexrl_slurm.core.errors import BadConfig
 
@@ -14,6 +15,12 @@ _ARRAY = r"\[\[\s*([\w.-]+)\s*\]\]"
 _TABLE = r"\[\s*([\w.-]+)\s*\]"
 _KEY = r"([\w.-]+)\s*="
 _BYTES = r"(\d+(?:\.\d+)?)\s*(|B|[KMGT]i?B)"
+#: More is a slip of the finger, and would not fit where it is stored or computed with.
+_MOST: Final = 10**9
+_MOST_BYTES: Final = 2**60
+#: Of a file's name, and of a path.
+_LONGEST_NAME, _LONGEST_PATH = 255, 4095
+_LONGEST_SHOWN: Final = 60
 
 
 def load(path: Path) -> tuple[dict[str, Any], str]:
@@ -29,6 +36,8 @@ def load(path: Path) -> tuple[dict[str, Any], str]:
         problem = "it is not UTF-8 text: save it as UTF-8"
     except tomllib.TOMLDecodeError as error:
         problem = f"it is not TOML ({str(error)[:1].lower()}{str(error)[1:]}): correct that place"
+    except (ValueError, RecursionError):  # digits by the thousand, brackets by the thousand
+        problem = "it has a number or a list that is too long to be read: correct that place"
     raise BadConfig(str(path), (problem,))
 
 
@@ -70,6 +79,7 @@ class Report:
     def __init__(self, text: str) -> None:
         self.warnings: list[str] = []
         self._problems: list[tuple[int, str]] = []
+        self._told: set[str] = set()
         self._text = text
 
     @cached_property
@@ -78,6 +88,7 @@ class Report:
 
     def bad(self, key: str, sentence: str) -> None:
         """Note a problem at ``key``, or at the nearest table around it that the file has."""
+        self._told.add(key)
         at = key
         while at not in self._lines and "." in at:
             at = at.rpartition(".")[0]
@@ -96,6 +107,10 @@ class Report:
     def has(self, key: str) -> bool:
         """Whether the file mentions ``key``."""
         return key in self._lines
+
+    def told(self, key: str) -> bool:
+        """Whether there is a problem at ``key`` already."""
+        return key in self._told
 
     def sentences(self) -> tuple[str, ...]:
         """The problems, in the order of the file."""
@@ -129,7 +144,7 @@ class Table:
         try:
             self.values[to or name] = convert(self.data[name])
         except ValueError as error:
-            self._report.bad(key, str(error))
+            self._report.bad(key, _shortened(str(error), self.data[name]))
 
     def finish(self) -> None:
         """Note the keys that nobody took."""
@@ -142,7 +157,8 @@ def mapping(report: Report, data: Mapping[str, Any], name: str, *, at: str = "")
     if isinstance(value, dict):
         return value
     key = f"{at}.{name}".lstrip(".")
-    brackets = f"[{key}] with single brackets" if isinstance(value, list) else f"[{key}]"
+    written = re.sub(r"\[\d+\]", "", key)  # as TOML has it, below the last [[wpg]]
+    brackets = f"[{written}] with single brackets" if isinstance(value, list) else f"[{written}]"
     report.bad(key, f"it must be a table: write {brackets}")
     return {}
 
@@ -190,14 +206,14 @@ def one_of(what: str, known: tuple[str, ...]) -> Callable[[object], str]:
 def as_count(value: object) -> int:
     """A whole number, 1 or more."""
     if type(value) is int and value >= 1:
-        return value
+        return _not_too_many(value)
     raise ValueError(f"{value!r} is not a whole number of 1 or more")
 
 
 def as_count_or_none(value: object) -> int:
     """A whole number, 0 too."""
     if type(value) is int and value >= 0:
-        return value
+        return _not_too_many(value)
     raise ValueError(f"{value!r} is not a whole number of 0 or more")
 
 
@@ -218,14 +234,16 @@ def positive_seconds(value: object) -> int:
 
 def as_bytes(value: object) -> int:
     """Bytes, from a number or from text such as ``8GiB``."""
-    if type(value) is int and value > 0:
-        return value
     match = re.fullmatch(_BYTES, value.strip()) if isinstance(value, str) else None
-    if match is None or float(match[1]) == 0:
+    size: float = value if type(value) is int else 0
+    if match is not None:
+        unit = match[2].removesuffix("B")
+        size = float(match[1]) * (1024 if "i" in unit else 1000) ** " KMGT".index(unit[:1] or " ")
+    if size < 1:
         raise ValueError(f'{value!r} is not a size: write bytes, or text such as "8GiB"')
-    unit = match[2].removesuffix("B")
-    base = 1024 if unit.endswith("i") else 1000
-    return int(float(match[1]) * base ** " KMGT".index(unit[:1] or " "))
+    if size > _MOST_BYTES:
+        raise ValueError(f"{value!r} is too large: write less than a million TiB")
+    return int(size)
 
 
 def as_switch(value: object) -> bool:
@@ -233,3 +251,45 @@ def as_switch(value: object) -> bool:
     if isinstance(value, bool):
         return value
     raise ValueError(f"{value!r} is not true or false")
+
+
+def path_in(folder: Path) -> Callable[[object], Path]:
+    """A converter to an absolute path; a relative one is relative to ``folder``."""
+    return lambda value: absolute(folder, as_text(value))
+
+
+def absolute(folder: Path, given: str) -> Path:
+    """``given`` as an absolute path without links; ``ValueError`` if there can be none such."""
+    if "\0" in given:
+        raise ValueError(f"{given!r} is not a path: take the null byte out")
+    if not given.startswith("~"):
+        found = folder / given
+    else:
+        try:
+            found = Path(given).expanduser()
+        except RuntimeError:
+            raise ValueError(
+                f"{given!r} is in the home of nobody on this machine: write the whole path"
+            ) from None
+    encoded = os.fsencode(found)
+    if len(encoded) > _LONGEST_PATH or max(map(len, encoded.split(b"/"))) > _LONGEST_NAME:
+        raise ValueError(f"{given!r} is too long for a path: choose a shorter one")
+    try:
+        return found.resolve()
+    except (RuntimeError, OSError):
+        raise ValueError(f"{given!r} is a link that leads to itself: correct the link") from None
+
+
+def _not_too_many(value: int) -> int:
+    if value > _MOST:
+        raise ValueError(f"{value!r} is too large: write {_MOST:,} or less")
+    return value
+
+
+def _shortened(sentence: str, value: object) -> str:
+    """Without the middle of a long ``value``."""
+    shown = repr(value)
+    if len(shown) <= _LONGEST_SHOWN:
+        return sentence
+    half = _LONGEST_SHOWN // 2
+    return sentence.replace(shown, f"{shown[:half]}...{shown[-half:]}")

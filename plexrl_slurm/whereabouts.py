@@ -24,10 +24,10 @@ from plexrl_slurm.tomlcheck import (
     as_count,
     as_name,
     as_seconds,
-    as_text,
     load,
     mapping,
     one_of,
+    path_in,
     positive_seconds,
 )
 
@@ -112,9 +112,7 @@ def read_site(path: Path) -> Site:
 def read_slurm(report: Report, data: Mapping[str, Any], folder: Path, name: str) -> SlurmSettings:
     """``[slurm]``; ``name`` is the partition's."""
 
-    def path(value: object) -> Path:
-        return (folder / Path(as_text(value)).expanduser()).resolve()
-
+    path = path_in(folder)
     table = Table(report, "slurm", data)
     table.take("adapter", one_of("adapter", ADAPTERS), required=False)
     table.take("conf", path, required=False)
@@ -141,9 +139,7 @@ def as_days(value: object) -> int:
 def read_partition(report: Report, data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """``[partition]``, by the names of :class:`~plexrl_slurm.settings.Settings`."""
 
-    def path(value: object) -> Path:
-        return (folder / Path(as_text(value)).expanduser()).resolve()
-
+    path = path_in(folder)
     table = Table(report, "partition", mapping(report, data, "partition"))
     table.take("name", as_name, to="partition")
     table.take("state_dir", path)
@@ -157,7 +153,7 @@ def read_partition(report: Report, data: Mapping[str, Any], folder: Path) -> dic
     table.take("hold_seconds", as_seconds, to="hold_us", required=False)
     table.take("image_every", as_count, required=False)
     table.take("max_part_tokens", as_count, required=False)
-    table.take("session_timeout_seconds", as_seconds, to="session_timeout_us", required=False)
+    table.take("session_timeout_seconds", positive_seconds, to="session_timeout_us", required=False)
     table.take("listen", listen_address, required=False)
     table.take("url", public_url, required=False)
     for name in ("tls_cert", "tls_key", "tls_ca"):

@@ -144,3 +144,10 @@ def test_without_the_size_of_a_gpu_slurm_sites_are_warned(config: Path) -> None:
     config.write_text(GOOD.replace('gpu_bytes = "80GiB"\n', "") + SLURM)
     (warning,) = [each for each in check(config).warnings if "gpu_bytes" in each]
     assert "whether the WPGs that share both fit" in warning
+
+
+@pytest.mark.parametrize("value", ['"abc"', "[]", "-1"])
+def test_an_unreadable_size_of_a_fake_is_told_once(config: Path, value: str) -> None:
+    text = GOOD.replace('"vllm"', '"fake_sample"').replace('"120GiB"', value)
+    (problem,) = problems(config, text)
+    assert "wpg[1].options.device_bytes" in problem and "is not a size" in problem

@@ -1,5 +1,6 @@
 """What every command shares: the partition it talks to, ``--json``, progress, notes."""
 
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -17,7 +18,31 @@ from plexrl_slurm.whereabouts import Site
 #: Progress is shown for what takes longer.
 PATIENCE_S = 1.0
 
+#: More seconds, hours or gigabytes than this are a slip, and too large to be computed with.
+_LARGEST = 1e9
 _Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+class Number(click.FloatRange):
+    """A finite number of a range, which without an upper end is as large as makes sense."""
+
+    def __init__(self, least: float, most: float | None = None, *, min_open: bool = False) -> None:
+        super().__init__(least, _LARGEST if most is None else most, min_open=min_open)
+        self._bounded = most is not None
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """The number, not NaN."""
+        found = float(super().convert(value, param, ctx))
+        if math.isnan(found):
+            self.fail(f"{value} is not a number", param, ctx)
+        return found
+
+    def _describe_range(self) -> str:
+        if self._bounded:
+            return super()._describe_range()
+        return f"x{'>' if self.min_open else '>='}{self.min:g}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from plexrl_slurm.cli import daemon, demo_figures, demo_memory, demo_runs, timeline
-from plexrl_slurm.cli.app import App, note, waiting
+from plexrl_slurm.cli.app import App, Number, note, waiting
 from plexrl_slurm.cli.client import Client
 from plexrl_slurm.cli.demo_figures import JobRun, SharedRun
 from plexrl_slurm.cli.demo_runs import Submission
@@ -93,11 +93,11 @@ class Plan:
 @click.option("--jobs", type=click.IntRange(2, MOST_JOBS), default=3, show_default=True)
 @click.option("--steps", type=click.IntRange(2), default=10, show_default=True)
 @click.option(
-    "--tool-multiple", type=click.FloatRange(0), default=2.0, show_default=True,
+    "--tool-multiple", type=Number(0), default=2.0, show_default=True,
     help="Length of a tool call in measured step times.",
 )  # fmt: skip
-@click.option("--tool-seconds", type=click.FloatRange(0), help="Instead of --tool-multiple.")
-@click.option("--seed", type=int, default=1, show_default=True)
+@click.option("--tool-seconds", type=Number(0), help="Instead of --tool-multiple.")
+@click.option("--seed", type=click.IntRange(0), default=1, show_default=True)
 @click.option(
     "--policy", default="atc_h", show_default=True,
     type=click.Choice(POLICIES),

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from plexrl_slurm.cli import daemon, show
-from plexrl_slurm.cli.app import App, note, shared, waiting
+from plexrl_slurm.cli.app import App, Number, note, shared, waiting
 from plexrl_slurm.core.errors import BadConfig, SlurmRejected, SlurmUnavailable
 from plexrl_slurm.settings import Settings, check
 
@@ -19,7 +19,7 @@ def partition() -> None:
 @click.option(
     "--timeout",
     metavar="SECONDS",
-    type=click.FloatRange(min=1),
+    type=Number(1),
     default=900.0,
     show_default=True,
     help="How long the WPGs may take to start.",
@@ -57,7 +57,7 @@ def up(app: App, timeout: float, no_wait: bool) -> None:
 @click.option(
     "--timeout",
     metavar="SECONDS",
-    type=click.FloatRange(min=1),
+    type=Number(1),
     default=120.0,
     show_default=True,
     help="How long it may take.",

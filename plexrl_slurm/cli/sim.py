@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from plexrl_slurm.cli import show
-from plexrl_slurm.cli.app import App, shared, waiting
+from plexrl_slurm.cli.app import App, Number, shared, waiting
 from plexrl_slurm.core.errors import BadInput
 from plexrl_slurm.whereabouts import POLICIES
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from plexrl_slurm.sim.world import World
 
 _HOUR_US = 3_600_000_000
+_MOST_DAYS = 36_500
 _PLACEMENTS = ("isolated", "isolated_backfill", "pack", "spread", "spread_backfill", "fit")
 _FILE = click.Path(path_type=Path)
 
@@ -36,40 +37,40 @@ def _hardware(command: Any) -> Any:
             help="Training to rollout GPUs.",
         ),
         click.option(
-            "--node-memory", type=click.FloatRange(1), default=1500.0, show_default=True,
+            "--node-memory", type=Number(1), default=1500.0, show_default=True,
             metavar="GB", help="Host memory of a node of 8 GPUs.",
         ),
         click.option(
-            "--bandwidth", type=click.FloatRange(0.01), default=50.0, show_default=True,
+            "--bandwidth", type=Number(0.01), default=50.0, show_default=True,
             metavar="GB/S", help="Between one GPU and host memory.",
         ),
         click.option(
-            "--compress", type=click.FloatRange(min=0, min_open=True), default=1.0,
+            "--compress", type=Number(0.001), default=1.0,
             show_default=True, help="Jobs arrive so many times as fast.",
         ),
-        click.option("--seed", type=int, default=1, show_default=True),
+        click.option("--seed", type=click.IntRange(0), default=1, show_default=True),
         click.option(
-            "--guess-sigma", type=click.FloatRange(0), default=0.5, show_default=True,
+            "--guess-sigma", type=Number(0, 10), default=0.5, show_default=True,
             help="Error of what is known of a job before its first steps; 0: none.",
         ),
         click.option(
-            "--guard-hours", type=click.FloatRange(0), default=72.0, show_default=True,
+            "--guard-hours", type=Number(0), default=72.0, show_default=True,
             help="Nobody goes before a job that has waited so long.",
         ),
         click.option(
-            "--node-loss-hours", type=click.FloatRange(0), default=0.0, show_default=True,
+            "--node-loss-hours", type=Number(0), default=0.0, show_default=True,
             help="Mean time between losses of a node; 0: none is lost.",
         ),
         click.option(
-            "--margin", type=click.FloatRange(0, 2), default=0.9, show_default=True,
+            "--margin", type=Number(0, 2), default=0.9, show_default=True,
             help="Share of a promised slowdown that fit lets a prediction use.",
         ),
         click.option(
-            "--widest", type=click.FloatRange(1), default=2.0, show_default=True, metavar="TIMES",
+            "--widest", type=Number(1), default=2.0, show_default=True, metavar="TIMES",
             help="A job may train on a WPG so many times as large as it asked; 1: on no other.",
         ),
         click.option(
-            "--scaling", type=click.FloatRange(0, 1), default=0.8, show_default=True,
+            "--scaling", type=Number(0, 1), default=0.8, show_default=True,
             help="Share of a training phase that gets shorter with more GPUs.",
         ),
     ):  # fmt: skip
@@ -176,11 +177,11 @@ def compare(
 
 @sim.command()
 @click.argument("path", metavar="FILE", type=_FILE)
-@click.option("--jobs", type=click.IntRange(1), default=200, show_default=True)
-@click.option("--days", type=click.FloatRange(0.01), default=7.0, show_default=True)
-@click.option("--seed", type=int, default=1, show_default=True)
-@click.option("--async-share", type=click.FloatRange(0, 1), default=0.57, show_default=True)
-@click.option("--agentic-share", type=click.FloatRange(0, 1), default=0.21, show_default=True)
+@click.option("--jobs", type=click.IntRange(1, 1_000_000), default=200, show_default=True)
+@click.option("--days", type=Number(0.01, _MOST_DAYS), default=7.0, show_default=True)
+@click.option("--seed", type=click.IntRange(0), default=1, show_default=True)
+@click.option("--async-share", type=Number(0, 1), default=0.57, show_default=True)
+@click.option("--agentic-share", type=Number(0, 1), default=0.21, show_default=True)
 @shared
 @click.pass_obj
 def generate(
@@ -205,7 +206,7 @@ def generate(
 @sim.command("trace")
 @click.argument("path", metavar="FILE", type=_FILE)
 @click.option("--from-ledger", is_flag=True, required=True, help="Of the partition's own database.")
-@click.option("--days", type=click.FloatRange(0, min_open=True), default=7.0, show_default=True)
+@click.option("--days", type=Number(0, _MOST_DAYS, min_open=True), default=7.0, show_default=True)
 @click.option("--jobs", metavar="ID,...", help="Only these.")
 @shared
 @click.pass_obj

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from plexrl_slurm.core import copies, shared
 from plexrl_slurm.core.books import Books
@@ -22,6 +23,9 @@ from plexrl_slurm.core.pausing import find_tail, pause
 from plexrl_slurm.core.policy import Candidate, Choice, Policy
 from plexrl_slurm.core.residency import Residency
 from plexrl_slurm.core.tails import TailRules
+
+#: After them a job goes on in its other pool.
+_LAST: Final = frozenset({FunctionKind.PUBLISH, FunctionKind.SAMPLE})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +116,8 @@ class Planner:
         ):
             return None
         phase = lane.phase(tenant, tenant.last_job)
+        if phase.last_kind in _LAST and shared.waits_elsewhere(lane, tenant.last_job):
+            return None  # it would wait for itself
         until_us = phase.hold_until_us(self.books.estimates, self.books.hold_us)
         if phase.waiting or until_us is None or until_us <= lane.now_us:
             return None

@@ -177,6 +177,16 @@ def rivals(lane: Lane) -> Sequence[Lane]:
     return [other for other in group.others(lane) if other.waiting and group.allows(other)]
 
 
+def waits_elsewhere(lane: Lane, job: JobId) -> bool:
+    """Whether ``job`` waits for the GPUs of ``lane`` on another WPG of its group."""
+    return any(
+        head.call.job == job
+        for other in rivals(lane)
+        for tenant in other.waiting.values()
+        if (head := tenant.head()) is not None
+    )
+
+
 def find(lane: Lane, key: str) -> Tenant:
     """A tenant of ``lane``, or of one that it shares with."""
     found = lane.tenants.get(key)

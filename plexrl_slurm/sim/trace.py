@@ -181,7 +181,10 @@ def read_trace(path: Path) -> list[TraceJob]:
 
 def write_trace(path: Path, jobs: list[TraceJob]) -> None:
     """Write what :func:`read_trace` reads."""
-    path.write_bytes(b"".join(msgspec.json.encode(job) + b"\n" for job in jobs))
+    try:
+        path.write_bytes(b"".join(msgspec.json.encode(job) + b"\n" for job in jobs))
+    except OSError as error:
+        raise BadScript(str(path), None, f"cannot be written ({error.strerror})") from error
 
 
 def compressed(jobs: list[TraceJob], factor: float) -> list[TraceJob]:

@@ -46,3 +46,31 @@ def test_a_trace_of_a_job_that_is_not_there_is_refused(
     done = plexrl("sim", "trace", str(tmp_path / "t.jsonl"), "--from-ledger", "--jobs", "7")
     assert done.exit_code == 65
     assert "no job 7 in the last 7 days" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("run", "TRACE", "--guard-hours=nan"), 2, "nan is not a number"),
+        (("run", "TRACE", "--guard-hours=inf"), 2, "inf is not in the range x>=0"),
+        (("run", "TRACE", "--bandwidth=inf"), 2, "inf is not in the range x>=0.01"),
+        (("run", "TRACE", "--compress=1e-300"), 2, "is not in the range x>=0.001"),
+        (("generate", "x.jsonl", "--days=nan"), 2, "nan is not a number"),
+        (("generate", "x.jsonl", "--seed=-1"), 2, "-1 is not in the range x>=0"),
+        (("generate", "x.jsonl", "--jobs=1000000000000"), 2, "is not in the range"),
+        (
+            ("trace", "x.jsonl", "--from-ledger", "--days=1e300"),
+            2,
+            "is not in the range 0<x<=36500",
+        ),
+        (("generate", "nosuch/x.jsonl", "--jobs=1"), 65, "nosuch/x.jsonl: cannot be written (No"),
+    ],
+)
+def test_a_number_or_a_path_that_cannot_be_is_one_sentence(
+    plexrl: Plexrl, tmp_path: Path, words: tuple[str, ...], code: int, said: str
+) -> None:
+    trace = str(written(tmp_path / "t.jsonl", LINE))
+    done = plexrl("sim", *(trace if word == "TRACE" else word for word in words))
+    assert done.exit_code == code
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1

@@ -185,3 +185,19 @@ def test_a_wpg_that_is_given_back_lets_the_other_have_the_gpus() -> None:
     assert short(out) == ["finish model-1/3", "save model-1 at (4, 0)"]
     out = hand.later(0.5).switched()
     assert [type(order).__name__ for order in out] == ["Forget", "Grant", "Drained"]
+
+
+def test_gpus_are_not_kept_for_a_job_that_waits_for_them_itself() -> None:
+    hand = Pair()
+    mine, gap_s = sampled(1, "mine"), 0.01
+    hand.at(ROLLOUT).place(mine)
+    first, second = call(mine, SAMPLE, 0, tokens=1), call(mine, SAMPLE, 1, tokens=1)
+    (grant,) = hand.arrive(first)
+    hand.granted(grant)
+    hand.later(0.1).switched()
+    hand.later(0.1).end(first)
+    hand.later(gap_s).arrive(second)  # its samples follow one another at once
+    hand.later(0.1).end(second)
+    (turn,) = hand.later(gap_s).at(TRAIN).arrive(call(A, CREATE, 0))
+    assert isinstance(turn, Grant)
+    assert turn.wpg == TRAIN.id

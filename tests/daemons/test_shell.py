@@ -18,6 +18,8 @@ from plexrl_slurm.core.messages import (
     RunEnded,
     Switch,
     SwitchEnded,
+    Tick,
+    WakeAt,
     WpgDown,
 )
 from plexrl_slurm.daemons import shell as shell_module
@@ -215,3 +217,27 @@ def test_answers_are_forgotten_with_their_files_once_they_are_old(tmp_path: Path
         assert sorted(bench.shell.entries) == ["needed", "waiting"]
 
     asyncio.run(story())
+
+
+def test_a_timer_that_rings_early_is_set_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [1_000_000]
+    monkeypatch.setattr(shell_module, "now_us", lambda: clock[0])
+
+    async def run() -> None:
+        bench = Bench(tmp_path)
+        bench.core.next = [WakeAt(at_us=1_010_000, cause=CauseId("test"))]
+        bench.shell.tick()
+        await asyncio.sleep(0)
+        bench.core.heard.clear()
+        clock[0] = 1_009_976  # the loop's clock runs ahead by 24 us
+        await asyncio.sleep(0.05)
+        assert bench.core.heard == []
+        clock[0] = 1_010_001
+        await asyncio.sleep(0.05)
+        (tick,) = bench.core.heard
+        assert isinstance(tick, Tick)
+        assert tick.at_us == 1_010_001
+
+    asyncio.run(run())
