@@ -1,6 +1,7 @@
 """The way of images from host memory to the durable tier."""
 
 import asyncio
+from abc import ABC, abstractmethod
 from pathlib import Path
 
 from plexrl_slurm.core.errors import BadImage
@@ -13,7 +14,7 @@ from plexrl_slurm.memory.swap_manifest import Trust
 from plexrl_slurm.transport import messages as tm
 
 
-class Persisting:
+class Persisting(ABC):
     """A part of :class:`HostTier`, which makes what it uses."""
 
     #: Of the agent, in what it writes.
@@ -28,18 +29,18 @@ class Persisting:
     #: Deployments with a durable image.
     _replaceable: set[str]
 
-    async def _bring(self, wpg: str, deployment: str) -> Held | None:
-        raise NotImplementedError
+    @abstractmethod
+    async def _bring(self, wpg: str, deployment: str) -> Held | None: ...
 
-    def _discard(self, wpg: str, deployment: str) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _discard(self, wpg: str, deployment: str) -> None: ...
 
-    def _swap(self, wpg: str, deployment: str) -> Path | None:
-        raise NotImplementedError
+    @abstractmethod
+    def _swap(self, wpg: str, deployment: str) -> Path | None: ...
 
     @property
-    def _trust(self) -> Trust | None:
-        raise NotImplementedError
+    @abstractmethod
+    def _trust(self) -> Trust | None: ...
 
     async def persist(self, order: tm.PersistOrder) -> Found:
         """Copy the newest image to the durable tier; older ones than the daemon knows of go.
