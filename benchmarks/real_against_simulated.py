@@ -54,7 +54,7 @@ def measured_s(demo: Path, jobs: list[int]) -> float:
 def simulated_s(demo: Path, jobs: list[int], policy: str) -> list[float]:
     """GPU-seconds, for each seed."""
     site = read_site(demo / "plexrl.toml")
-    trace, _ = history.trace_of(site, days=36_500, only=list(map(str, jobs)))
+    trace, _ = history.trace_of(site, days=36_500, rows_only=jobs)
     cluster = Cluster(train_gpus=1, rollout_gpus=1)
     found = []
     for seed in SEEDS:

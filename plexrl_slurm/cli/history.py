@@ -1,26 +1,36 @@
 """Read the jobs of a partition's database for ``plexrl sim trace``."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from plexrl_slurm.cli import ledger
+from plexrl_slurm.cli.jobids import JobNumber
 from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.errors import BadInput
 from plexrl_slurm.settings import Site, read
 
 if TYPE_CHECKING:
+    from plexrl_slurm.sim.history import PastJob
     from plexrl_slurm.sim.trace import TraceJob
 
 _DAY_US = 86_400_000_000
 
 
 def trace_of(
-    site: Site, *, days: float, only: Sequence[str] | None = None
+    site: Site,
+    *,
+    days: float,
+    only: Sequence[str] | None = None,
+    rows_only: Sequence[int] | None = None,
 ) -> "tuple[list[TraceJob], dict[str, str]]":
     """The partition's jobs of so many days as a trace, and why others are not in it.
 
-    ``only``: of these numbers. Raises ``BadInput`` for one that is not among them.
+    ``only``: of these numbers, as squeue has them; raises ``BadInput`` for one that is not among
+    them. ``rows_only``: of these rows of the database.
     """
+    from msgspec import structs
+
     from plexrl_slurm.db.views import calls_since, jobs_since
     from plexrl_slurm.sim.history import PastJob, from_ledger
 
@@ -53,13 +63,39 @@ def trace_of(
                     walltime_s=_length_s(row, until_us),
                 )
             )
+    numbers = {str(row.id): row.slurm_id or f"(row {row.id})" for row in rows}
     if only is not None:
-        known = {job.id for job in jobs}
-        if unknown := [name for name in only if name not in known]:
-            raise BadInput(f"no job {unknown[0]} in the last {days:g} days: see `plexrl squeue -a`")
-        jobs = [job for job in jobs if job.id in only]
+        jobs = _chosen(jobs, numbers, only, days)
+    if rows_only is not None:
+        jobs = [job for job in jobs if int(job.id) in rows_only]
     rows_of_ledger = ledger.stretches(site, since_us=since_us, until_us=until_us)
-    return from_ledger(rows_of_ledger, jobs, asked_us)
+    found, left_out = from_ledger(rows_of_ledger, jobs, asked_us)
+    # Slurm uses its numbers again after years, and ids of a trace are unique.
+    seen = Counter(numbers[job.id] for job in found)
+    return (
+        [
+            structs.replace(
+                job, id=name if seen[name := numbers[job.id]] == 1 else f"{name}.{job.id}"
+            )
+            for job in found
+        ],
+        {numbers[job]: reason for job, reason in left_out.items()},
+    )
+
+
+def _chosen(
+    jobs: "list[PastJob]", numbers: Mapping[str, str], only: Sequence[str], days: float
+) -> "list[PastJob]":
+    try:
+        wanted = [JobNumber(word) for word in only]
+    except ValueError as error:
+        raise BadInput(str(error)) from None
+    for each in wanted:
+        if not any(each.fits(numbers[job.id]) for job in jobs):
+            raise BadInput(
+                f"no job {each.word} in the last {days:g} days: see `plexrl squeue --all`"
+            )
+    return [job for job in jobs if any(each.fits(numbers[job.id]) for each in wanted)]
 
 
 def _length_s(row: Any, until_us: int) -> float:

@@ -207,7 +207,7 @@ def generate(
 @click.argument("path", metavar="FILE", type=_FILE)
 @click.option("--from-ledger", is_flag=True, required=True, help="Of the partition's own database.")
 @click.option("--days", type=Number(0, _MOST_DAYS, min_open=True), default=7.0, show_default=True)
-@click.option("--jobs", metavar="ID,...", help="Only these.")
+@click.option("--jobs", metavar="ID,...", help="Only these, as squeue has them.")
 @shared
 @click.pass_obj
 def write_trace_of(app: App, path: Path, from_ledger: bool, days: float, jobs: str | None) -> None:
@@ -217,7 +217,9 @@ def write_trace_of(app: App, path: Path, from_ledger: bool, days: float, jobs: s
 
     with waiting("reading the ledger"):
         found, left_out = history.trace_of(
-            app.site(), days=days, only=None if jobs is None else jobs.split(",")
+            app.site(),
+            days=days,
+            only=None if jobs is None else [each for each in jobs.split(",") if each],
         )
     if not found:
         why = "; ".join(f"job {job}: {reason}" for job, reason in left_out.items())
