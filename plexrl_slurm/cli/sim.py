@@ -45,6 +45,10 @@ def _hardware(command: Any) -> Any:
             metavar="GB/S", help="Between one GPU and host memory.",
         ),
         click.option(
+            "--shared-bandwidth", type=Number(0.01), default=5.0, show_default=True,
+            metavar="GB/S", help="Between one node and the shared file system.",
+        ),
+        click.option(
             "--compress", type=Number(0.001), default=1.0,
             show_default=True, help="Jobs arrive so many times as fast.",
         ),
@@ -64,6 +68,10 @@ def _hardware(command: Any) -> Any:
         click.option(
             "--margin", type=Number(0, 2), default=0.9, show_default=True,
             help="Share of a promised slowdown that fit lets a prediction use.",
+        ),
+        click.option(
+            "--most", type=click.IntRange(1), default=6, show_default=True, metavar="JOBS",
+            help="On one training WPG.",
         ),
         click.option(
             "--widest", type=Number(1), default=2.0, show_default=True, metavar="TIMES",
@@ -282,12 +290,13 @@ def _runs(
         split(given["gpus"], given["split"]),
         node_bytes=int(given["node_memory"] * 1e9),
         gpu_bytes_per_s=int(given["bandwidth"] * 1e9),
+        shared_bytes_per_s=int(given["shared_bandwidth"] * 1e9),
     )
     runs = []
     for number, (policy, placement) in enumerate(pairs, 1):
         plan = Plan(
             policy=policy,
-            rules=Rules(margin=given["margin"]),
+            rules=Rules(margin=given["margin"], most=given["most"]),
             guard_us=int(given["guard_hours"] * _HOUR_US),
             guess_sigma=given["guess_sigma"],
             node_loss_hours=given["node_loss_hours"],

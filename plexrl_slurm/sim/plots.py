@@ -34,6 +34,7 @@ def draw(runs: Sequence[Ran], folder: Path) -> list[Path]:
     for name, painter in (
         ("slowdowns", _slowdowns),
         ("use", _use),
+        ("utilisation", _utilisation),
         ("savings", _savings),
     ):
         figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
@@ -86,6 +87,40 @@ def _use(axes: "Axes", runs: Sequence[Ran]) -> None:
     axes.set_ylim(0, everything * 1.05)
     axes.legend(fontsize=8)
     axes.grid(alpha=0.3)
+
+
+def _utilisation(axes: "Axes", runs: Sequence[Ran]) -> None:
+    for ran in runs:
+        times, shares = utilisation(ran)
+        axes.step(times, shares, where="post", label=_name(ran), linewidth=1)
+    axes.set(
+        title="What held GPUs do over time",
+        xlabel="hours",
+        ylabel="share of held GPU time that is work, %",
+    )
+    axes.set_ylim(0, 100)
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
+
+
+def utilisation(ran: Ran, pieces: int = 48) -> tuple[list[float], list[float]]:
+    """Hours, and of the GPU time that is held from each on to the next, the percentage of work."""
+    chart = ran.world.chart or []
+    begin_us = min((each.start_us for each in chart), default=0)
+    end_us = max((each.stop_us for each in chart), default=0)
+    size_us = max(1, -(-(end_us - begin_us) // pieces))
+    held, work = [0] * pieces, [0] * pieces
+    for each in chart:
+        at_us = each.start_us
+        while at_us < each.stop_us:
+            piece = (at_us - begin_us) // size_us
+            until_us = min(each.stop_us, begin_us + (piece + 1) * size_us)
+            held[piece] += (until_us - at_us) * each.gpus
+            if each.activity is Activity.BUSY:
+                work[piece] += (until_us - at_us) * each.gpus
+            at_us = until_us
+    times = [(begin_us + number * size_us) / _HOUR_US for number in range(pieces)]
+    return times, [100 * did / has if has else 0.0 for did, has in zip(work, held, strict=True)]
 
 
 def _savings(axes: "Axes", runs: Sequence[Ran]) -> None:

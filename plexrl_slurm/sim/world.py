@@ -198,6 +198,7 @@ class World:
             self.chart.append(
                 Stretch(
                     wpg=charge.wpg,
+                    gpus=device.wpg.gpus,
                     activity=charge.activity,
                     job=charge.job,
                     start_us=charge.start_us,
