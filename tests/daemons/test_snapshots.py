@@ -6,6 +6,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from plexrl_slurm.core.errors import BadImage, StorageFull
@@ -167,15 +168,14 @@ def test_a_node_without_room_loads_from_the_shared_folder(
     tmp_path: Path, shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train, rollout = (Node(tmp_path, name, shared=shared) for name in ("train", "rollout"))
-
-    def full(*_: object) -> None:
-        raise OSError(28, os.strerror(28))
+    found = os.statvfs(tmp_path)
+    little = os.statvfs_result((*found[:3], *[0] * 2, *found[5:]))
 
     async def scene() -> None:
         for path in (train.store.path(NAME), shared / f"{NAME}.safetensors"):
             path.write_bytes(b"weights")
         await train.links.start(NOWHERE)
-        monkeypatch.setattr(os, "posix_fallocate", full)
+        monkeypatch.setattr(os, "statvfs", lambda _: little)
         found = await rollout.links.ready(rollout.order(train.source(), size=7))
         assert found == str(shared / f"{NAME}.safetensors")
         for node in (train, rollout):
@@ -355,6 +355,42 @@ def test_a_restarted_agent_keeps_what_is_half_fetched_and_lives(tmp_path: Path) 
     node.store.keep_only(["lives"])
     path = node.store.fetched_path("lives")
     assert set(node.store.fetched.iterdir()) == {part_of(path), list_of(path)}
+
+
+def test_what_is_dropped_for_good_has_no_mapping_left(tmp_path: Path) -> None:
+    """Each is fetched into the memory of the one before, through the same mapping."""
+    train, rollout = (Node(tmp_path, name, shared=tmp_path / name) for name in ("t", "r"))
+
+    def mapped() -> bool:
+        return str(rollout.store.fetched) in Path("/proc/self/maps").read_text()
+
+    async def bring(name: str) -> None:
+        path = train.store.path(name)
+        path.write_bytes(b"weights" * 1000)
+        order = rollout.order(train.source(), size=7000)
+        await rollout.links.ready(msgspec.structs.replace(order, incoming=name))
+
+    async def scene() -> None:
+        await train.links.start(NOWHERE)
+        for number in range(3):
+            await bring(f"s1-1.train.0.v{number}")
+            rollout.store.drop(f"s1-1.train.0.v{number}")
+            assert rollout.store.spare.exists()
+            assert mapped() == (number > 0)
+        await bring("s1-1.train.0.v8")
+        with rollout.store.reading("s1-1.train.0.v8"):
+            rollout.store.drop("s1-1.train.0.v8")
+        assert not mapped()
+        await bring("s1-1.train.0.v10")
+        rollout.store.drop("s1-1.train.0.v10")
+        await bring("s1-1.train.0.v11")
+        assert mapped()
+        rollout.store.keep_only([])
+        assert not mapped()
+        for node in (train, rollout):
+            await node.links.close()
+
+    run(scene())
 
 
 def test_memory_of_a_dropped_snapshot_is_kept_for_the_next_only_if_nobody_reads_it(
