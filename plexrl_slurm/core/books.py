@@ -87,7 +87,7 @@ class Books:
 
     def settle(self, lane: Lane, tenant: Tenant, cause: CauseId, out: list[AnyInstruction]) -> None:
         """Pass what needs no GPU, then see whether the head waits."""
-        program = tenant.program
+        program, tenant.weighed = tenant.program, None
         if program is None or tenant.gone:
             return
         for entry in program.settle():
@@ -107,7 +107,7 @@ class Books:
 
     def stop_waiting(self, lane: Lane, tenant: Tenant) -> None:
         """The head of a program has gone without running."""
-        tenant.ready_us = None
+        tenant.ready_us = tenant.weighed = None
         lane.phase(tenant, tenant.last_job).give_up(1)
         lane.waiting.pop(tenant.key, None)
 
@@ -140,7 +140,7 @@ class Books:
             owner = tenant.last_job
             if tenant.ready_us is None:
                 lane.phase(tenant, owner).join(lane.now_us)
-            tenant.ready_us = None
+            tenant.ready_us = tenant.weighed = None
             lane.waiting.pop(tenant.key, None)
         lane.phase(tenant, owner).begin(lane.now_us, self.estimates)
         entry.begun[run.part] = entry.begun.get(run.part, 0) + 1
@@ -213,7 +213,7 @@ class Books:
         self, tenant: Tenant, progress: Position, cause: CauseId, out: list[AnyInstruction]
     ) -> None:
         """A complete image of ``tenant`` exists; calls below ``progress`` are over."""
-        program = tenant.program
+        program, tenant.weighed = tenant.program, None
         if program is None or tenant.gone:
             return
         floor = program.floor

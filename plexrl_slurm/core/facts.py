@@ -222,6 +222,7 @@ def _placed(books: Books, lane: Lane, event: DeploymentPlaced, out: list[AnyInst
     if known is not None:
         if deployment.wpg == lane.id:  # only a move changes its home
             known[1].members[deployment.id] = deployment
+            known[1].weighed = None
             _image_found(books, lane, known[1], event, out)
         return
     trains, tiered = deployment.pool is Pool.TRAIN, books.durable_every is not None
