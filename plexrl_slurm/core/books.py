@@ -239,13 +239,13 @@ class Books:
     def lose(self, lane: Lane, cause: CauseId, out: list[AnyInstruction], *, blame: bool) -> None:
         """The WPG's memory is gone: states go back to their images, runs are put back."""
         runs, move = list(lane.running.values()), lane.move
-        touched = [lane.resident, *(run.tenant for run in runs)]
+        touched = [lane.resident, lane.beside, *(run.tenant for run in runs)]
         if move is not None:
             touched += [move.outgoing, move.incoming]
         tenants = {tenant.key: tenant for tenant in touched if tenant is not None}
         again = {key: t.program is not None and t.program.replaying for key, t in tenants.items()}
         lane.running, lane.jobs, lane.early = {}, {}, {}
-        lane.resident = lane.move = lane.owed = lane.kept_until_us = None
+        lane.resident = lane.beside = lane.move = lane.owed = lane.kept_until_us = None
         lane.leaving = lane.pausing = False
         lane.most, lane.tail_us = 0, None
         for tenant in tenants.values():
@@ -317,6 +317,8 @@ class Books:
         if lane.resident is tenant:
             lane.resident = None
             lane.kept_until_us = None
+        if lane.beside is tenant:
+            lane.beside = None
         if lane.owed is tenant:
             lane.owed = None
         if lane.tenants.get(tenant.key) is tenant:

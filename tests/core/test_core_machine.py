@@ -25,6 +25,7 @@ each with 10^5 examples (``PLEXRL_EXAMPLES``), CI with few.
 """
 
 from collections import defaultdict
+from typing import ClassVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -61,6 +62,7 @@ from plexrl_slurm.core.messages import (
 )
 from plexrl_slurm.core.policy import POLICIES, find_policy
 from plexrl_slurm.core.scheduler import SchedulerCore
+from plexrl_slurm.core.tails import TailRules
 from tests.core.effort import effort, tried
 from tests.core.workloads import ROLLOUT, TRAIN, call, sampled, trained
 
@@ -84,6 +86,10 @@ NAMES = st.integers(1, 4)
 class Core(RuleBasedStateMachine):
     """The core, and what the shell and the WPGs know."""
 
+    wpgs: ClassVar[dict[str, Wpg]] = WPGS
+    #: Of tails; ``None``: they run to their end.
+    tails: TailRules | None = None
+
     @initialize(policy=st.sampled_from(sorted(POLICIES)), every=st.integers(1, 3))
     def begin(self, policy: str, every: int) -> None:
         self.policy, self.every = policy, every
@@ -101,18 +107,22 @@ class Core(RuleBasedStateMachine):
         self.moves: dict[str, Switch | SaveImage] = {}
         self.up: dict[str, bool] = {}
         self.draining: set[str] = set()
-        self.charged_us: dict[str, int] = dict.fromkeys(WPGS, SECOND)
-        self.held: dict[str, int] = dict.fromkeys(WPGS, 0)
+        self.charged_us: dict[str, int] = dict.fromkeys(self.wpgs, SECOND)
+        self.held: dict[str, int] = dict.fromkeys(self.wpgs, 0)
         #: Writes that took effect on the newest state of each deployment, in order.
         self.effects: dict[DeploymentId, list[tuple[int, int]]] = defaultdict(list)
-        for wpg in WPGS.values():
+        for wpg in self.wpgs.values():
             self.tell(WpgHeld(wpg=wpg, at_us=self.now, cause=CAUSE))
             self.up[wpg.id] = True
             self.tell(WpgUp(wpg=wpg.id, at_us=self.now, cause=CAUSE))
 
     def made(self) -> SchedulerCore:
         return SchedulerCore(
-            find_policy(self.policy), costs=SwitchCosts(), hold_us=HOLD_US, image_every=self.every
+            find_policy(self.policy),
+            costs=SwitchCosts(),
+            hold_us=HOLD_US,
+            image_every=self.every,
+            tails=self.tails,
         )
 
     def tell(self, event: AnyEvent) -> None:
@@ -165,7 +175,7 @@ class Core(RuleBasedStateMachine):
 
     def start_move(self, order: Switch | SaveImage) -> None:
         assert self.up[order.wpg] and order.wpg not in self.moves
-        assert not self.running_on(order.wpg), "nothing runs while state moves"
+        self.check_free(order)
         names = (
             [order.deployment]
             if isinstance(order, SaveImage)
@@ -175,6 +185,9 @@ class Core(RuleBasedStateMachine):
             if name in self.homes:
                 assert self.homes[name].wpg == order.wpg, "state moves at its home only"
         self.moves[order.wpg] = order
+
+    def check_free(self, order: Switch | SaveImage) -> None:
+        assert not self.running_on(order.wpg), "nothing runs while state moves"
 
     def finish(self, order: Finish) -> None:
         assert order.call not in self.answers, "answered twice"
@@ -258,13 +271,13 @@ class Core(RuleBasedStateMachine):
         self.now += later_us
         wpg = data.draw(st.sampled_from(sorted(self.moves)))
         del self.moves[wpg]
-        self.tell(SwitchEnded(wpg=WPGS[wpg].id, ok=ok, moved_bytes=1000, at_us=self.now,
+        self.tell(SwitchEnded(wpg=self.wpgs[wpg].id, ok=ok, moved_bytes=1000, at_us=self.now,
                               cause=CAUSE))  # fmt: skip
 
     @rule(wpg=st.sampled_from(sorted(WPGS)), blame=st.booleans(), later_us=LATER)
     def crash_or_come_back(self, wpg: str, blame: bool, later_us: int) -> None:
         self.now += later_us
-        name = WPGS[wpg].id
+        name = self.wpgs[wpg].id
         if self.up[wpg]:
             for call_id in self.running_on(wpg):
                 del self.runs[call_id]
@@ -277,7 +290,7 @@ class Core(RuleBasedStateMachine):
 
     @rule(wpg=st.sampled_from(sorted(WPGS)))
     def drain_or_resume(self, wpg: str) -> None:
-        name = WPGS[wpg].id
+        name = self.wpgs[wpg].id
         if wpg in self.draining:
             self.draining.discard(wpg)
             self.tell(WpgResumed(wpg=name, at_us=self.now, cause=CAUSE))
@@ -318,7 +331,7 @@ class Core(RuleBasedStateMachine):
         """In whole microseconds, and what a stretch is split into sums to it."""
         if not hasattr(self, "core"):
             return
-        for name, wpg in WPGS.items():
+        for name, wpg in self.wpgs.items():
             assert self.held[name] == (self.charged_us[name] - self.began_us) * wpg.gpus
 
     def teardown(self) -> None:
