@@ -316,8 +316,8 @@ def _none(key: Key, limit: str) -> str:
 def _too_much(key: Key, subject: Subject, most: int) -> str:
     return (
         f"the job's models need {in_words(subject.host_bytes)} of host memory, and host_bytes of "
-        f"{key.words()} is {in_words(most)}: declare fewer or smaller models, or ask your admin for "
-        f"more ({key.table()})"
+        f"{key.words()} is {in_words(most)}: declare fewer or smaller models, or ask your admin "
+        f"for more ({key.table()})"
     )
 
 
