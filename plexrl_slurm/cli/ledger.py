@@ -77,7 +77,7 @@ def reading(site: Site) -> Iterator[Any]:
             raise DatabaseUnavailable(
                 url, "it does not exist yet; start the partition with `plexrl partition up`"
             ) from None
-    engine = open_database(url)
+    engine = open_database(url, read_only=True)
     try:
         schema.check(engine)
         with transaction(engine, read_only=True) as session:
