@@ -5,6 +5,7 @@ Nothing is decided here (``planner`` does) and no event is read here (``facts`` 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from plexrl_slurm.core.costs import Prefills, SwitchCosts
 from plexrl_slurm.core.estimates import Estimates
@@ -14,6 +15,9 @@ from plexrl_slurm.core.messages import AnyInstruction, Deployment, Finish, Forge
 from plexrl_slurm.core.ordering import Entry, Position
 from plexrl_slurm.core.phase import Phase
 from plexrl_slurm.core.residency import Residency
+
+#: A call that runs again after a loss may lose its ranks so many times as often in a row.
+_AGAIN: Final = 3
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -259,8 +263,10 @@ class Books:
             phase.lose(1, lane.now_us)
             entry.deaths += blame
             reason = f"its ranks died {entry.deaths} times while it ran"
-            given_up = blame and entry.deaths >= self.max_attempts
             program = run_tenant.program
+            # What runs again has run well before: it is likely not what kills them.
+            tries = self.max_attempts * (_AGAIN if again[run_tenant.key] else 1)
+            given_up = blame and entry.deaths >= tries
             if program is None:
                 if given_up or entry.answered:
                     self.finish(entry, ok=False, reason=reason, cause=cause, out=out)

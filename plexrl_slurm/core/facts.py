@@ -195,7 +195,7 @@ def _down(books: Books, lane: Lane, event: WpgDown, out: list[AnyInstruction]) -
         lane.up = False
         books.lose(lane, event.cause, out, blame=event.blame)
         if lane.group is not None:
-            shared.went_down(lane.group, lane)
+            shared.went_down(lane.group, lane, event.reason)
     lane.reason = event.reason
 
 
@@ -204,7 +204,7 @@ def _released(books: Books, lane: Lane, event: WpgReleased, out: list[AnyInstruc
         lane.up = False
         books.lose(lane, event.cause, out, blame=False)
         if lane.group is not None:
-            shared.went_down(lane.group, lane)
+            shared.went_down(lane.group, lane, event.reason)
     if lane.meter is not None:
         out.extend(lane.meter.cut(lane.now_us, (), event.cause))
     handover.released(lane, event, out)
