@@ -476,7 +476,7 @@ def _image_ended(
         tenant.step(Residency.RESIDENT, event.cause)
         if tenant.program is not None:
             tenant.program.steps = 0
-        if lane.draining:
+        if lane.draining and not tenant.gone:
             lane.refused(tenant, handover.RETRY_US)
 
 

@@ -1,6 +1,6 @@
 """Decides what an idle WPG does next: run, switch, save an image, or wait a moment."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -85,6 +85,14 @@ class Planner:
             return None
         choice = self.policy.choose(candidates, hysteresis=self.hysteresis)
         return choice, shared.find(lane, choice.winner.key)
+
+    def complaints(self) -> Iterator[str]:
+        """Where what is kept of a candidate is not what would be found. For tests."""
+        for lane in self.books.lanes.values():
+            kept, fare = self._waiting(lane), self._fare(lane)
+            for known, tenant in zip(kept, lane.waiting.values(), strict=True):
+                if known != self._candidate(lane, tenant, fare):
+                    yield f"{tenant.key} was weighed as {known}, which it is not any more"
 
     # -- candidates -----------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from enum import StrEnum
 from math import exp
 from typing import Final, Protocol
 
+from plexrl_slurm.core import records
 from plexrl_slurm.core.errors import BadInput
 from plexrl_slurm.core.ids import JobId
 
@@ -69,7 +70,7 @@ class Rule(StrEnum):
     HYSTERESIS = "hysteresis"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@records.dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """The winner, and why."""
 
