@@ -152,6 +152,7 @@ class Daemon:
             find_policy(config.policy),
             path=config.state_dir / "journal" / f"{epoch}.jsonl",
             prior=SwitchCosts(),
+            queue=config.queue.rules(joins_first=config.sharing.joins_first),
             hold_us=config.hold_us,
             image_every=config.image_every,
             durable_every=config.hold.durable_every if config.durable else None,

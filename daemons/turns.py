@@ -48,6 +48,8 @@ class _Turn:
     walk: Walk[Waits]
     tally: Tally
     waits: dict[JobId, tuple[JobRow, Waits]] = field(default_factory=dict)
+    #: Nobody else has had a turn since the last job was tried: nothing has changed.
+    steady: bool = False
     #: Those that would take an empty WPG.
     later: list[JobRow] = field(default_factory=list)
     oldest_us: int | None = None
@@ -118,6 +120,7 @@ class Turns:
         job_id, qos = JobId(row.id), self._standings.qos(row)
         ended = turn.walk.ended
         if (known := self._parts.state.jobs.get(job_id)) is not None:
+            turn.steady = False
             await self._claim_again(known)
         elif (held := self._standings.holds(row, turn.tally)) is not None:
             turn.waits[job_id] = (row, (held,))
@@ -134,16 +137,22 @@ class Turns:
         job = live_job(row, self._standings.qos(row))
         shape = self._shape(row, job)
         try:
-            obstacles = walk.look(shape) or parts.placer.admit(job, list(row.models))
+            obstacles = walk.look(shape)
+            if not obstacles:
+                obstacles = parts.placer.admit(job, list(row.models), steady=turn.steady)
+                turn.steady = True
         except (ModelTooLarge, UnknownModel) as problem:
             job.unfit = str(problem)
             parts.state.jobs[job.id] = job  # so that it is tried again where Slurm is away
+            turn.steady = False
             await self._give_up(job, job.unfit)
             return
         if not obstacles:
             if not alone and self._is_empty(job.homes.get(Pool.TRAIN)):
                 turn.later.append(row)
-            elif await self._take(job):
+                return
+            turn.steady = False
+            if await self._take(job):
                 turn.tally.enter(self._standings.subject(row))
             return
         turn.waits[job.id] = (row, obstacles)

@@ -13,16 +13,16 @@ from typing import Any, BinaryIO, Final, get_args
 
 import msgspec
 
-from plexrl_slurm.core.admission import Asked, Placement
 from plexrl_slurm.core.costs import SwitchCosts
 from plexrl_slurm.core.errors import BadInput, BadScript
+from plexrl_slurm.core.ground import Answer, Ground, News, Wish
 from plexrl_slurm.core.ids import CauseId
 from plexrl_slurm.core.messages import AnyEvent, AnyInstruction
-from plexrl_slurm.core.obstacles import Obstacle
 from plexrl_slurm.core.policy import Policy, find_policy
+from plexrl_slurm.core.queue_rules import QueueRules
 from plexrl_slurm.core.scheduler import SchedulerCore
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 #: A journal that has grown so large is not continued: replay agrees as far as it goes.
 MOST_BYTES: Final = 256 << 20
 #: Journals of earlier daemons that stay.
@@ -35,7 +35,15 @@ class JournalledCore(SchedulerCore):
     """A core that writes down what it hears and says. A journal that cannot be written ends,
     and stops nobody."""
 
-    def __init__(self, policy: Policy, *, path: Path, prior: SwitchCosts, **options: Any) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        path: Path,
+        prior: SwitchCosts,
+        queue: QueueRules | None = None,
+        **options: Any,
+    ) -> None:
         """``options``: of :class:`SchedulerCore`, beside the policy and the costs."""
         super().__init__(policy, costs=prior, **options)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -49,7 +57,7 @@ class JournalledCore(SchedulerCore):
             self._file = path.open("wb")
         except OSError as error:
             self._end(f"cannot be opened ({error.strerror})")
-        self._write(["core", FORMAT, policy.name, options])
+        self._write(["core", FORMAT, policy.name, options, queue or QueueRules()])
 
     def handle(self, event: AnyEvent) -> list[AnyInstruction]:
         out = super().handle(event)
@@ -61,9 +69,12 @@ class JournalledCore(SchedulerCore):
         self._write(["plan", at_us, cause, _named(out)])
         return out
 
-    def placed(self, asked: Asked, found: Placement | tuple[Obstacle, ...]) -> None:
-        """A job got its homes, or found none; the core itself is not asked."""
-        self._write(["place", asked, found])
+    def placed(self, news: News, wish: Wish, found: Answer) -> None:
+        """A job got its homes, or found none; ``news``: what has changed since the last one.
+        The core itself is not asked."""
+        if news:
+            self._write(["ground", news])
+        self._write(["place", wish, found])
 
     def close(self) -> None:
         """Nothing more is written."""
@@ -101,19 +112,24 @@ def replay(path: Path) -> Iterator[int]:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise BadScript(str(path), None, f"cannot be read ({error.strerror})") from error
-    core = _made(path, lines[0])
+    core, queue = _made(path, lines[0])
+    ground = Ground(queue.reservation)
     # What follows the last line feed was not written whole, or is nothing.
     for number, line in enumerate(lines[1:-1], 2):
         try:
             verb, *told, said = msgspec.json.decode(line)
-            if verb == "handle":
+            decided: Any = None
+            if verb == "ground":
+                ground.hear(msgspec.convert(said, News, str_keys=True))
+                said = None
+            elif verb == "handle":
                 name, fields = told
                 event = msgspec.convert(fields, _EVENTS[name])
-                decided: Any = _named(core.handle(event))
+                decided = _named(core.handle(event))
             elif verb == "plan":
                 decided = _named(core.plan(told[0], CauseId(told[1])))
             elif verb == "place":
-                decided = msgspec.convert(told[0], Asked, str_keys=True).answer()
+                decided = ground.answer(msgspec.convert(told[0], Wish, str_keys=True))
             else:
                 raise ValueError(f"unknown verb {verb!r}")
         except (msgspec.MsgspecError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -127,13 +143,18 @@ def replay(path: Path) -> Iterator[int]:
         yield number
 
 
-def _made(path: Path, line: bytes) -> SchedulerCore:
+def _made(path: Path, line: bytes) -> tuple[SchedulerCore, QueueRules]:
     try:
-        verb, version, policy, options = msgspec.json.decode(line)
+        verb, version, policy, options, *more = msgspec.json.decode(line)
         if verb == "core" and version != FORMAT:
-            known = f"is of format {version}, and this version reads {FORMAT}"
+            known = (
+                f"is of format {version}, and this version reads {FORMAT}: replay it with the "
+                f"version of plexrl that wrote it"
+            )
             raise BadScript(str(path), 1, known)
-        return SchedulerCore(find_policy(policy), costs=SwitchCosts(), **options)
+        (queue,) = more
+        core = SchedulerCore(find_policy(policy), costs=SwitchCosts(), **options)
+        return core, msgspec.convert(queue, QueueRules, str_keys=True)
     except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
         if isinstance(error, BadScript):
             raise

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from plexrl_slurm.core.grouping import Rules
+from plexrl_slurm.core.grouping import Placement, Rules
 from plexrl_slurm.core.placements import PLACEMENTS
 from plexrl_slurm.core.profiles import Guess
 from plexrl_slurm.tomlcheck import (
@@ -50,6 +50,11 @@ class SharingSettings:
             full=self.max_load,
             margin=self.margin,
         )
+
+    @property
+    def joins_first(self) -> bool:
+        """Whether whoever would take an empty training WPG comes after those that join others."""
+        return self.rules.placement is Placement.FIT
 
     @property
     def backfill(self) -> bool:

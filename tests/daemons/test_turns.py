@@ -40,7 +40,9 @@ class Rooms:
         self.state, self.free, self.asked = state, free, list[JobId]()
         self.reserved = 0
 
-    def admit(self, job: LiveJob, models: list[str]) -> tuple[Obstacle, ...]:
+    def admit(
+        self, job: LiveJob, models: list[str], *, steady: bool = False
+    ) -> tuple[Obstacle, ...]:
         """Nothing but the job changes, as with the real one."""
         self.asked.append(job.id)
         taken = {True: 0, False: 0}
@@ -321,7 +323,7 @@ def test_the_story_is_told_once_however_often_numbers_change(play: Callable[...,
         job = await q.submit()
         sentences = iter(["1 GiB is missing", "2 GiB are missing", "3 GiB are missing"])
 
-        def admit(*_: Any) -> Mapping[Any, Any] | tuple[Obstacle, ...]:
+        def admit(*_: Any, **__: Any) -> Mapping[Any, Any] | tuple[Obstacle, ...]:
             return (Obstacle(kind=ObstacleKind.HOST_MEMORY, sentence=next(sentences)),)
 
         q.rooms.admit = admit  # type: ignore[assignment,method-assign]
@@ -346,7 +348,7 @@ def test_a_job_that_ends_while_it_is_claimed_gives_its_place_back(
         job = await q.submit()
         place = q.rooms.admit
 
-        def admit(live: LiveJob, models: list[str]) -> tuple[Obstacle, ...]:
+        def admit(live: LiveJob, models: list[str], **_: Any) -> tuple[Obstacle, ...]:
             found = place(live, models)
             ends.append(
                 asyncio.ensure_future(
@@ -424,7 +426,7 @@ def test_whoever_joins_others_comes_before_whoever_takes_an_empty_wpg(
     async def scene(q: Queue) -> None:
         homes = {1: "train-0", 2: "train-1", 3: "train-0"}
 
-        def admit(live: LiveJob, _: list[str]) -> tuple[Obstacle, ...]:
+        def admit(live: LiveJob, _: list[str], **__: Any) -> tuple[Obstacle, ...]:
             live.homes[Pool.TRAIN] = WpgId(homes[live.id])
             return ()
 
