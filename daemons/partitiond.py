@@ -185,6 +185,7 @@ class Daemon:
         core.expected_of = parts.habits.expected_of
         await parts.habits.read(store)
         service = PartitionService(parts)
+        service.standings.journal = core
         books.on_end = service.call_ended
         recovery = Recovery(parts, service)
         await recovery.read()

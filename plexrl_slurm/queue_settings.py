@@ -55,7 +55,7 @@ class QueueSettings:
             limits=self.limits,
             turns=self.turns,
             reservation=self.reservation,
-            joins_first=joins_first,
+            joins_first=joins_first and self.turns.backfill,
         )
 
     def qos_named(self, options: Mapping[str, Any]) -> Qos | None:

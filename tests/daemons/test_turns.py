@@ -27,7 +27,7 @@ from plexrl_slurm.queue_settings import QueueSettings
 from tests.daemons.controllers_bench import Bench, bench_in
 from tests.db.builders import add_hold, charge
 
-USERS = {name: Principal(uid=1000 + number, user=name) for number, name in enumerate("abc")}
+USERS = {name: Principal(uid=1000 + number, user=name) for number, name in enumerate("abcd")}
 Scene: TypeAlias = Callable[["Queue"], Awaitable[None]]
 FULL = Obstacle(kind=ObstacleKind.HOST_MEMORY, sentence="no room on train-0")
 KEPT = Obstacle(kind=ObstacleKind.RESERVATION, sentence="kept free for others")
@@ -451,8 +451,8 @@ def test_what_was_used_counts_once_however_many_ask_at_the_same_time(
         known = q.bench.service.standings
         await asyncio.gather(*(known.refresh(q.bench.store, now_us()) for _ in range(5)))
         await known.refresh(q.bench.store, now_us())
-        assert sum(known._usage.at(now_us()).values()) == pytest.approx(500e6, rel=1e-3)
-        assert set(known._used_today().values()) == {500 * 10**6}
+        assert sum(known.dues.usage(now_us()).values()) == pytest.approx(500e6, rel=1e-3)
+        assert set(known.dues.today(now_us()).values()) == {500 * 10**6}
 
     play(scene)
 
