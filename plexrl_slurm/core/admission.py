@@ -159,16 +159,20 @@ def _group(
 
 
 def member_of(
-    each: Applicant, partition: Partition, gpus: int, slow: Mapping[JobId, float]
+    each: Applicant,
+    partition: Partition,
+    gpus: int,
+    slow: Mapping[JobId, float],
+    pool: Pool = Pool.TRAIN,
 ) -> Member:
-    """As grouping sees it: what its promise leaves for a training WPG of so many GPUs."""
+    """As grouping sees it: what its promise leaves for a WPG of so many GPUs in ``pool``."""
     return Member(
         job=each.job,
         train_gpus=gpus,
         rollout_gpus=0,
-        image_bytes=sum(each.train_images),
-        profile=each.profile(Pool.TRAIN, gpus),
-        max_slowdown=allowance(each, partition, Pool.TRAIN, slow),
+        image_bytes=sum(each.images(pool)),
+        profile=each.profile(pool, gpus),
+        max_slowdown=allowance(each, partition, pool, slow),
     )
 
 
