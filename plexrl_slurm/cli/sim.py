@@ -160,15 +160,17 @@ def compare(
     from plexrl_slurm.core.policy import find_policy
     from plexrl_slurm.sim.cluster import find
 
-    for name in policies.split(","):
+    orders = [name.strip() for name in policies.split(",")]
+    for name in orders:
         find_policy(name)
-    for name in placements.split(","):
+    homes = [name.strip() for name in placements.split(",")]
+    for name in homes:
         find(name)
     pairs = []
-    for placement in placements.split(","):
+    for placement in homes:
         # Alone on its WPG no job has to be ordered.
         alone = placement.startswith("isolated")
-        pairs += [(policy, placement) for policy in policies.split(",")][: 1 if alone else None]
+        pairs += [(policy, placement) for policy in orders][: 1 if alone else None]
     runs = _runs(trace, pairs, chart=plots is not None, given=given)
     if plots is not None:
         _draw(runs, plots)
