@@ -232,15 +232,9 @@ def _contradiction(job: TraceJob) -> str | None:
     for key, text in (("id", job.id), ("user", job.user), ("model.name", job.model.name)):
         if not text.isprintable():
             return f"{key}: {text!r} has a control character: give printable ones"
-    train, rollout = job.train, job.rollout
+    train = job.train
     if train.min_gpus > train.gpus:
         return f"train.min_gpus: {train.min_gpus} is more than train.gpus, {train.gpus}"
-    engines = rollout.engines * rollout.gpus_per_engine
-    if engines > rollout.gpus:
-        return (
-            f"rollout.engines: {rollout.engines} of {rollout.gpus_per_engine} GPUs need {engines}, "
-            f"and rollout.gpus is {rollout.gpus}"
-        )
     if job.seconds > LONGEST_S:
         return (
             f"steps: {job.length} of these phases take {job.seconds:.2g} s, and a job may take "

@@ -52,7 +52,6 @@ def changed(**changes: Any) -> dict[str, Any]:
         ({key: value for key, value in LINE.items() if key != "model"}, "missing required"),
         (changed(v=2), "v: Invalid enum value 2"),
         (changed(train__min_gpus=16), "train.min_gpus: 16 is more than train.gpus, 8"),
-        (changed(rollout__engines=3), "rollout.engines: 3 of 4 GPUs need 12, and rollout.gpus is"),
         (changed(id="a\x1b[31m"), "id: 'a\\x1b[31m' has a control character"),
         (changed(model__name="a\nb"), "model.name: 'a\\nb' has a control character"),
         (changed(submit_us=10**30), "submit_us: Expected `int` <= 100000000000000000"),
