@@ -30,7 +30,7 @@ def told(plexrl: Plexrl, home: Path, tmp_path: Path) -> Callable[..., str]:
 
     def tell(*options: str) -> str:
         done = plexrl("sim", "trace", str(tmp_path / "t.jsonl"), "--from-ledger", *options)
-        assert done.stderr.count("\n") == 1
+        assert done.stderr.count("plexrl: error: ") == 1
         assert done.exit_code == (2 if "invalid" in done.stderr else 65)
         return done.stderr
 
