@@ -9,6 +9,8 @@ from plexrl_slurm.core.placements import PLACEMENTS as PLACEMENTS
 
 GB = 10**9
 NODE_GPUS = 8
+#: More in one partition are a mistake.
+MOST_GPUS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,12 +82,16 @@ def find(name: str) -> tuple[Placement, bool]:
 def split(gpus: int, ratio: str) -> Cluster:
     """``gpus`` GPUs divided ``T:R``, in whole nodes. Raises ``BadInput``."""
     parts = ratio.split(":")
-    if len(parts) != 2 or not all(part.isdigit() and int(part) > 0 for part in parts):
+    if len(parts) != 2 or not all(
+        part.isdecimal() and len(part) < 10 and int(part) > 0 for part in parts
+    ):
         raise BadInput(f"--split {ratio}: give two positive numbers, such as 2:1")
     train, rollout = map(int, parts)
     node = NODE_GPUS
     nodes = gpus // node
-    if gpus < 2 * node or gpus % node:
-        raise BadInput(f"--gpus {gpus}: give a multiple of {node}, at least {2 * node}")
+    if gpus < 2 * node or gpus % node or gpus > MOST_GPUS:
+        raise BadInput(
+            f"--gpus {gpus}: give a multiple of {node}, at least {2 * node} and at most {MOST_GPUS}"
+        )
     train_nodes = min(nodes - 1, max(1, round(nodes * train / (train + rollout))))
     return Cluster(train_gpus=train_nodes * node, rollout_gpus=(nodes - train_nodes) * node)
