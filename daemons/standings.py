@@ -214,7 +214,7 @@ class Standings:
         if qos is None:
             return (
                 f"unknown qos {str(options.get(QOS))[:60]!r}; this partition has "
-                f"{self.queue.known_qos()}"
+                f"{self.queue.known_qos()}: submit with one of these"
             )
         if not qos.admits(user, account):
             return (
