@@ -323,6 +323,7 @@ class PartitionService(QueueCalls):
                 for sentence in (
                     self._parts.watch.trouble,
                     keeper.trouble if keeper is not None else "",
+                    self.state.trouble,
                     self.writer.trouble,
                     *(f"{node}: {stock.trouble}" for node, stock in self.tier_troubles()),
                     *(sentence for wpg in wpgs for sentence in wpg["trouble"]),

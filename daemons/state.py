@@ -141,6 +141,8 @@ class State:
     obstacles: dict[JobId, tuple[Wait, ...]] = field(default_factory=dict)
     #: Since when the oldest job has waited that found no place; ``None``: nobody waits so.
     waiting_since_us: int | None = None
+    #: Why nobody is let in or out now; "" if all is well.
+    trouble: str = ""
     #: What the last jobs that ended were called.
     past: dict[JobId, str] = field(default_factory=dict)
 

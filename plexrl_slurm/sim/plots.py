@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from plexrl_slurm.core.messages import Activity
+from plexrl_slurm.sim.records import Stretch
 from plexrl_slurm.sim.report import per_job
 from plexrl_slurm.sim.run import Ran
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 #: Most WPGs, and stretches of each, of a Gantt chart: more is a grey bar.
 MOST_LANES: Final = 24
 _HOUR_US: Final = 3_600_000_000
+#: Of a Gantt chart's lower half: functions take minutes.
+_ZOOM_US: Final = 3 * _HOUR_US
 _COLOURS: Final = {
     Activity.SWITCH: "#d62728",
     Activity.KEPT: "#e7ba52",
@@ -43,8 +46,9 @@ def draw(runs: Sequence[Ran], folder: Path) -> list[Path]:
         pyplot.close(figure)
     for ran in runs:
         if ran.world.chart is not None:
-            figure, axes = pyplot.subplots(figsize=(10, 5), layout="constrained")
-            _gantt(axes, ran)
+            figure, (whole, part) = pyplot.subplots(2, 1, figsize=(10, 8), layout="constrained")
+            _gantt(whole, ran)
+            _gantt(part, ran, zoom_us=_ZOOM_US)
             paths.append(_saved(figure, folder / f"gantt-{_name(ran, '-')}.png"))
             pyplot.close(figure)
     return paths
@@ -137,9 +141,30 @@ def _savings(axes: "Axes", runs: Sequence[Ran]) -> None:
     axes.grid(alpha=0.3)
 
 
-def _gantt(axes: "Axes", ran: Ran) -> None:
-    """Training WPGs that were shared first; only those that fit."""
+def busiest_us(chart: Sequence[Stretch], width_us: int) -> int:
+    """Where the stretch of time of that width begins in which most jobs work on training WPGs."""
+    pairs: dict[int, set[tuple[str, int]]] = {}
+    first_us = min((each.start_us for each in chart), default=0)
+    for each in chart:
+        if each.wpg.startswith("train") and each.activity is Activity.BUSY and each.job is not None:
+            pairs.setdefault((each.start_us - first_us) // width_us, set()).add(
+                (each.wpg, each.job)
+            )
+    busiest = max(pairs, key=lambda piece: (len(pairs[piece]), -piece), default=0)
+    return first_us + busiest * width_us
+
+
+def _gantt(axes: "Axes", ran: Ran, zoom_us: int | None = None) -> None:
+    """Training WPGs that were shared first; only those that fit. ``zoom_us``: only so long,
+    where most happens."""
     chart = ran.world.chart or []
+    title = f"{_name(ran)}: a colour is a job; red: switch, yellow: kept, grey: idle"
+    if zoom_us is not None:
+        begin_us = busiest_us(chart, zoom_us)
+        end_us = begin_us + zoom_us
+        chart = [each for each in chart if each.stop_us > begin_us and each.start_us < end_us]
+        axes.set_xlim(begin_us / _HOUR_US, end_us / _HOUR_US)
+        title = "The same, where most happens"
     jobs: dict[str, set[int]] = {}
     for stretch in chart:
         if stretch.wpg.startswith("train") and stretch.job is not None:
@@ -157,7 +182,4 @@ def _gantt(axes: "Axes", ran: Ran) -> None:
             axes.broken_barh(spans, (row - 0.4, 0.8), facecolors=colour, linewidth=0)
     axes.set_yticks(range(len(names)), names, fontsize=7)
     axes.invert_yaxis()
-    axes.set(
-        title=f"{_name(ran)}: a colour is a job; red: switch, yellow: kept, grey: idle",
-        xlabel="hours",
-    )
+    axes.set(title=title, xlabel="hours")

@@ -49,8 +49,11 @@ def test_people_are_answered_while_nothing_can_be_written(partition: Partition) 
             assert done.exit_code == 0, (command, done.output)
             assert second.slurm_id in done.stdout or command[0] in ("sinfo", "show"), command
         assert "max_jobs is 1" in plexrl(partition, "explain", second.slurm_id).stdout
+        told = "trouble: no job is admitted or ended now: database "
+        wait_until(lambda: told in plexrl(partition, "sinfo").stdout, name="sinfo to tell it")
     finally:
         lock.close()
+    wait_until(lambda: "trouble" not in plexrl(partition, "sinfo").stdout, name="its end")
     first.cancel()
     wait_until(lambda: second.state() == "running", name="the second job to run")
     assert partition.flaws() == []

@@ -4,8 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from plexrl_slurm.core.ids import JobId, WpgId
+from plexrl_slurm.core.messages import Activity
 from plexrl_slurm.sim.cluster import Plan, split
-from plexrl_slurm.sim.plots import draw, utilisation
+from plexrl_slurm.sim.plots import busiest_us, draw, utilisation
+from plexrl_slurm.sim.records import Stretch
 from plexrl_slurm.sim.run import Ran, simulate
 from tests.sim.traces import alike
 
@@ -37,3 +40,16 @@ def test_every_picture_is_written(ran: Ran, tmp_path: Path) -> None:
     assert {file.stem for file in files} == names
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
     assert all(file.stat().st_size > 5_000 for file in files)
+
+
+def test_the_part_that_is_drawn_large_has_most_jobs_at_work() -> None:
+    def stretch(start: int, job: int, activity: Activity = Activity.BUSY) -> Stretch:
+        return Stretch(wpg=WpgId("train-0"), gpus=8, activity=activity, job=JobId(job),
+                       start_us=start, stop_us=start + 5)  # fmt: skip
+
+    chart = [stretch(2, 1), stretch(12, 1), stretch(22, 2), stretch(27, 1), stretch(32, 3)]
+    assert busiest_us(chart, 10) == 22
+    assert busiest_us([*chart, stretch(8, 2), stretch(9, 3)], 10) == 2
+    kept = [stretch(42, job, Activity.KEPT) for job in (1, 2, 3)]
+    assert busiest_us([*chart, *kept], 10) == 22
+    assert busiest_us([], 10) == 0
