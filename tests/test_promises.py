@@ -21,7 +21,12 @@ def run(folder: Path, body: str, *, promised: str = "") -> tuple[int, str]:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", *plugins, "test_it.py"],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "PLEXRL_TESTS_MUST_RUN": promised},
+        env=os.environ
+        | {
+            "PYTHONPATH": str(ROOT),
+            "PLEXRL_TESTS_MUST_RUN": promised,
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        },
         capture_output=True,
         text=True,
         check=False,
