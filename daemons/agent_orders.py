@@ -58,7 +58,9 @@ class Orders:
         """Its state is another; ``finished``: the orders whose reports are under way."""
         name = gang.config.name
         if gang.state != "up":
-            self.resident.pop(name, None)
+            was = self.resident.pop(name, None)
+            if was is not None and gang.trains:
+                self._tier.doubt(name, was)
         if gang.state == "down":
             for order, (wpg, _, _) in list(self.running.items()):
                 if wpg == name and order not in finished:

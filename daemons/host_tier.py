@@ -396,6 +396,11 @@ class HostTier(Persisting):
         if self._room is not None:
             await self._room.make_room(size)
 
+    def doubt(self, wpg: str, deployment: str) -> None:
+        """A rank died with it, perhaps of what is on the disk: that is read before its next use."""
+        if self._nvme is not None:
+            self._nvme.trust.doubt(self._nvme.swap_folder(wpg, deployment))
+
     def _swap(self, wpg: str, deployment: str) -> Path | None:
         return self._nvme.swap_folder(wpg, deployment) if self._nvme is not None else None
 

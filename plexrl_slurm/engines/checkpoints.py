@@ -94,6 +94,8 @@ def save(skeleton: Skeleton, model: ModelSpec, path: Path, uri: str, gang: Gang)
     except PlexError as error:
         failure = error
     gang.share_failure(failure)
+    if skeleton.swapped is not None:
+        skeleton.swapped.check()
     state = {**skeleton.weights(), **skeleton.masters(), **skeleton.moments()}
     name = checkpoint.rank_file(gang.rank)
     try:

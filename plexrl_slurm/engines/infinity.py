@@ -2,7 +2,9 @@
 
 DeepSpeed reads a sub-group's files, steps, and writes them back to the same names. Here it writes
 to those of a new version: nothing that an image names is ever changed, and a switch of
-deployments changes names only. Sub-groups of less than 1 MiB stay in memory, as DeepSpeed has it.
+deployments changes names only. What is read is compared with the checksums of its version: a file
+that somebody has changed ends the rank, and never becomes another step. Sub-groups of less than
+1 MiB stay in memory, as DeepSpeed has it.
 
 The bytes go through :class:`plexrl_slurm.memory.requests.Requests`, because DeepSpeed's own
 ``aio_handle`` never looks at what became of a request: a read into memory that is not aligned to
@@ -10,6 +12,7 @@ The bytes go through :class:`plexrl_slurm.memory.requests.Requests`, because Dee
 """
 
 import ctypes
+import errno
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -19,6 +22,7 @@ import torch
 from torch import Tensor
 
 from plexrl_slurm.core.errors import BadImage, BadInput
+from plexrl_slurm.memory import swap_manifest
 from plexrl_slurm.memory.files import storage_errors
 from plexrl_slurm.memory.requests import Requests
 from plexrl_slurm.memory.swap import FILES, VERSION, SwapFolder, allocate
@@ -84,7 +88,9 @@ class Swapped:
         if VERSION not in state:
             raise BadImage(str(path), "names no swap folder")
         self._open.load(state[VERSION], self._sizes())
-        self._point(self._open.path(self._open.current))
+        place = self._open.path(self._open.current)
+        self._io.known = self._sums(place) if FILES in state else {}  # older ones have none
+        self._point(place)
 
     def state(self) -> dict[str, int]:
         """What an image must hold."""
@@ -93,6 +99,21 @@ class Swapped:
     def saved(self) -> None:
         """An image with :meth:`state` has been written."""
         self._open.saved()
+
+    def check(self) -> None:
+        """Before :meth:`tensors` are read. Raises ``OSError`` if they are not what was written."""
+        place = self._open.path(self._open.current)
+        if not self._io.known:
+            return
+        try:
+            swap_manifest.check(place, swap_manifest.read(place))
+        except BadImage as error:
+            raise OSError(errno.EIO, error.reason, error.path) from error
+
+    def _sums(self, place: Path) -> dict[str, tuple[int, int]]:
+        """Size and checksum of each file of a version; raises ``BadImage``."""
+        files = swap_manifest.read(place).files
+        return {str(place / name): (file.bytes, file.crc32c) for name, file in files.items()}
 
     # -- versions ----------------------------------------------------------------------------
 
@@ -114,6 +135,7 @@ class Swapped:
     def commit(self) -> None:
         """All of it has been written."""
         self._open.commit({path.name: crc for path, crc in self._io.checksums().items()})
+        self._io.known = self._sums(self._open.path(self._open.current))
         self._target = None
 
     def abandon(self) -> None:
@@ -199,9 +221,14 @@ class _Handle:
         self.checksums = self._requests.checksums
         #: Whether what is written now belongs to a version.
         self.checksum = False
+        #: Size and CRC-32C of what is on the disk, by path.
+        self.known: dict[str, tuple[int, int]] = {}
 
     def async_pread(self, buffer: Tensor, path: str, offset: int) -> int:
-        self._requests.read(Path(path), _bytes(buffer), offset)
+        space = _bytes(buffer)
+        size, crc = self.known.get(path, (0, None))
+        whole = not offset and space.nbytes == size
+        self._requests.read(Path(path), space, offset, crc=crc if whole else None)
         return 0
 
     def async_pwrite(self, buffer: Tensor, path: str, offset: int) -> int:

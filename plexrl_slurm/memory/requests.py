@@ -21,6 +21,8 @@ from plexrl_slurm.memory import disk
 PIECE: Final = 8 << 20
 #: Pieces that are under way at once.
 _THREADS: Final = 8
+#: Files of which what was read is summed up at once.
+_CHECKS: Final = 4
 
 
 class Requests:
@@ -28,13 +30,19 @@ class Requests:
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="swap")
+        self._sums = ThreadPoolExecutor(_CHECKS, thread_name_prefix="swap-sum")
         self._pieces: list[Future[None]] = []
+        self._checks: list[Future[None]] = []
         self._files = 0
         self._crcs: dict[Path, Future[int]] = {}
 
-    def read(self, path: Path, into: memoryview, offset: int = 0) -> None:
-        """Exactly so many bytes."""
-        self._begin(path, into, offset, os.O_RDONLY, _read)
+    def read(
+        self, path: Path, into: memoryview, offset: int = 0, *, crc: int | None = None
+    ) -> None:
+        """Exactly so many bytes; ``crc``: their CRC-32C, if that is known."""
+        pieces = self._begin(path, into, offset, os.O_RDONLY, _read)
+        if crc is not None:
+            self._checks.append(self._sums.submit(_check, path, into, pieces, crc))
 
     def write(
         self, path: Path, data: memoryview, offset: int = 0, *, checksum: bool = False
@@ -48,7 +56,8 @@ class Requests:
         """All of them are done; how many there were. Raises what the first of them failed with."""
         files, self._files = self._files, 0
         pieces, self._pieces = self._pieces, []
-        failures = [piece.exception() for piece in pieces]
+        checks, self._checks = self._checks, []
+        failures = [each.exception() for each in (*pieces, *checks)]
         for crc in self._crcs.values():
             crc.result()  # it reads the same memory
         for failure in failures:
@@ -68,11 +77,23 @@ class Requests:
         offset: int,
         flags: int,
         move: Callable[[int, memoryview, int], int],
-    ) -> None:
+    ) -> "list[Future[None]]":
         self._files += 1
+        first = len(self._pieces)
         for at in range(0, data.nbytes, PIECE):
             piece = data[at : at + PIECE]
             self._pieces.append(self._pool.submit(_whole, path, piece, offset + at, flags, move))
+        return self._pieces[first:]
+
+
+def _check(path: Path, data: memoryview, pieces: "list[Future[None]]", crc: int) -> None:
+    """Sum the pieces up as they come."""
+    found = 0
+    for number, piece in enumerate(pieces):
+        piece.result()
+        found = crc32c(data[number * PIECE : (number + 1) * PIECE], found)
+    if found != crc:
+        raise OSError(errno.EIO, "is damaged: it does not match its checksum", str(path))
 
 
 def _read(descriptor: int, into: memoryview, offset: int) -> int:

@@ -78,6 +78,8 @@ class SwapFolder:
         #: Versions that the newest images name, oldest first.
         self._named: list[int] = []
         self._begun, self._sizes = 0, dict[str, int]()
+        #: The version before the one that was loaded, until a step has read that.
+        self._before = 0
 
     def path(self, version: int) -> Path:
         """Folder of a version."""
@@ -110,7 +112,7 @@ class SwapFolder:
     def commit(self, crcs: Mapping[str, int] | None = None) -> None:
         """The new version is whole: the state is in it. ``crcs``: of files, as far as known."""
         swap_manifest.write(self.path(self._begun), self._sizes, crcs or {})
-        self.current, self._begun = self._begun, 0
+        self.current, self._begun, self._before = self._begun, 0, 0
 
     def abandon(self) -> None:
         """The state stays in the version before."""
@@ -123,7 +125,8 @@ class SwapFolder:
             self._named = [*self._named, self.current][-_NAMED:]
 
     def load(self, version: int, sizes: Mapping[str, int]) -> None:
-        """Go back to a version; all others are worth nothing. Raises ``BadImage``."""
+        """Go back to a version; others are worth nothing, but for the one before it, which is what
+        is left if this one turns out to be damaged. Raises ``BadImage``."""
         place = self.path(version)
         for name, size in sizes.items():
             try:
@@ -135,6 +138,7 @@ class SwapFolder:
             if found != size:
                 raise BadImage(str(place / name), f"has {found} bytes where {size} belong")
         self.current, self._named, self._begun = version, [version], 0
+        self._before = max((each for each in self._versions() if each < version), default=0)
 
     def close(self) -> None:
         """Somebody else is resident."""
@@ -144,7 +148,7 @@ class SwapFolder:
         return sorted(int(path.name) for path in self._folder.iterdir() if path.name.isdigit())
 
     def _is_kept(self, version: int) -> bool:
-        return version in (*self._named, self.current, self._begun)
+        return version in (*self._named, self.current, self._begun, self._before)
 
 
 def allocate(path: Path, size: int) -> None:

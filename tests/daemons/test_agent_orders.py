@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from plexrl_slurm.core.errors import StorageFull
@@ -70,3 +71,27 @@ def test_room_for_what_leaves_is_asked_for_with_the_bytes_that_all_ranks_say(
     assert not reports[0].ok and "/dev/shm" in reports[0].error and reports[0].room == "short"
     asyncio.run(switch(""))  # nothing leaves: nothing is asked
     assert tier.out[1] == 0 and gang.asked == ["Measure"]
+
+
+def test_what_a_training_rank_died_with_is_doubted(tmp_path: Path) -> None:
+    doubted: list[tuple[str, str]] = []
+
+    class Noting(Full):
+        def doubt(self, wpg: str, deployment: str) -> None:
+            doubted.append((wpg, deployment))
+
+    async def nothing(*_: Any) -> None:
+        raise AssertionError
+
+    orders = Orders(
+        Noting(tmp_path), report=nothing, published=nothing, number=lambda: 1, tidy=lambda: None
+    )
+    for name, trains in (("train-0", True), ("train-1", True), ("rollout-0", False)):
+        gang = TwoRanks()
+        gang.trains, gang.state = trains, "down"
+        gang.config = SimpleNamespace(name=name)  # type: ignore[attr-defined]
+        if name != "train-1":
+            orders.resident[name] = "a"
+        orders.gang_changed(gang, finished=())  # type: ignore[arg-type]
+    assert doubted == [("train-0", "a")]
+    assert orders.resident == {}

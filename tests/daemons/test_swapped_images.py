@@ -141,6 +141,23 @@ def test_a_version_is_read_again_when_its_image_comes_back_from_nvme(tmp_path: P
     asyncio.run(scene())
 
 
+@pytest.mark.parametrize("harm", [flip, tear, Path.unlink])
+def test_a_version_is_read_again_when_a_rank_has_died_with_it(
+    tmp_path: Path, harm: Callable[[Path], None]
+) -> None:
+    async def scene() -> None:
+        tier, version = await with_a_durable_one(tmp_path)
+        assert (await come_in(tier, tmp_path)).image == (2, 0)
+        harm(version / "exp_avg.0.swp")
+        tier.doubt("train-0", "another")
+        tier.doubt("train-0", "a")
+        left = await come_in(tier, tmp_path)
+        assert left.image == (1, 0)
+        assert str(version) in left.damaged[0]
+
+    asyncio.run(scene())
+
+
 def test_a_harmed_version_gets_no_durable_copy_and_is_known_from_then_on(tmp_path: Path) -> None:
     async def scene() -> None:
         tier, version = await with_a_durable_one(tmp_path)

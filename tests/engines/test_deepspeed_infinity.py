@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -261,6 +262,86 @@ def test_an_image_whose_swap_folder_is_gone_or_cut_off_is_refused(
     engine.create("b", CREATE)
     train(engine, 1)
     assert engine.digest() == digest_of(tiny_model, 1)
+
+
+def flip(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(20_000)
+        (byte,) = file.read(1)
+        file.seek(20_000)
+        file.write(bytes([byte ^ 4]))
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, 4096)
+
+
+def zero(path: Path) -> None:
+    """As a file that was truncated, and is as large again."""
+    size = path.stat().st_size
+    os.truncate(path, 4096)
+    os.truncate(path, size)
+
+
+def remove_all(path: Path) -> None:
+    shutil.rmtree(path.parent)
+
+
+@pytest.mark.parametrize("away", [False, True])
+@pytest.mark.parametrize(
+    ("harm", "what"),
+    [
+        (flip, "master.0.swp"),
+        (flip, "exp_avg_sq.0.swp"),
+        (zero, "exp_avg.0.swp"),
+        (cut, "exp_avg.0.swp"),
+        (Path.unlink, "master.0.swp"),
+        (remove_all, "master.0.swp"),
+    ],
+)
+def test_a_swap_folder_that_is_harmed_ends_the_rank_and_never_becomes_another_step(
+    tiny_model: ModelSpec,
+    tmp_path: Path,
+    disk: Path,
+    harm: Callable[[Path], None],
+    what: str,
+    away: bool,
+) -> None:
+    """While it is resident, or while another is; from the image before it learns the same."""
+    engine = engine_of(tiny_model)
+    engine.create("a", CREATE)
+    train(engine, 1)
+    engine.save_image(tmp_path / "older", deployment="a", progress=(1, 0))
+    train(engine, 2)
+    engine.save_image(tmp_path / "newer", deployment="a", progress=(2, 0))
+    if away:
+        engine.create("b", CREATE)
+        train(engine, 5)
+    version = read_header(tmp_path / "newer").state[swap.VERSION]
+    harm(disk / "train-0" / "a" / "rank-0-of-1" / str(version) / what)
+
+    def go_on() -> None:
+        if away:
+            engine.load_image(tmp_path / "newer", deployment="a")
+        train(engine, 3)
+
+    with pytest.raises((OSError, BadImage), match=r"rank-0-of-1"):
+        go_on()
+    engine = engine_of(tiny_model)
+    engine.load_image(tmp_path / "older", deployment="a")
+    train(engine, 2, 3)
+    assert engine.digest() == digest_of(tiny_model, 1, 2, 3)
+
+
+def test_a_checkpoint_is_not_made_of_what_was_harmed(
+    tiny_model: ModelSpec, tmp_path: Path, disk: Path
+) -> None:
+    engine = engine_of(tiny_model)
+    engine.create("a", CREATE)
+    train(engine, 1)
+    flip(versions(disk)[-1] / "exp_avg.0.swp")
+    with pytest.raises(OSError, match=r"is damaged: .*exp_avg\.0\.swp"):
+        engine.save_state(wire.SaveState(path=str(tmp_path / "run"), uri="u"))
 
 
 def test_a_full_disk_refuses_the_step_and_leaves_it_open(

@@ -44,6 +44,22 @@ def test_what_was_written_is_read_wherever_it_lies_in_memory(
     assert not any(into[:at]) and not any(into[at + size :])
 
 
+@pytest.mark.parametrize("at", [0, 4095, 4096, SIZE - 1])
+def test_what_is_not_what_it_was_is_no_read(tmp_path: Path, at: int) -> None:
+    files, into = Requests(), aligned(SIZE)
+    data = bytearray(bytes_of(1))
+    (tmp_path / "a").write_bytes(data)
+    files.read(tmp_path / "a", into, crc=crc32c(data))
+    assert files.wait() == 1
+    was, data[at] = crc32c(data), data[at] ^ 4
+    (tmp_path / "a").write_bytes(data)
+    files.read(tmp_path / "a", into, crc=was)
+    with pytest.raises(OSError, match=r"is damaged: it does not match its checksum: .*/a"):
+        files.wait()
+    files.read(tmp_path / "a", into)
+    assert files.wait() == 1
+
+
 def test_many_files_are_under_way_at_once_and_counted(tmp_path: Path) -> None:
     files = Requests()
     for number in range(20):
