@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+from crc32c import crc32c
 
 from plexrl_slurm.core.errors import BadImage
 from plexrl_slurm.memory import disk, sums, swap_manifest
@@ -28,6 +29,7 @@ from plexrl_slurm.memory.files import (
 from plexrl_slurm.memory.nvme import Gate
 from plexrl_slurm.memory.slab import (
     PRELUDE_BYTES,
+    SlabHeader,
     parse_header,
     put_prelude,
     read_header,
@@ -37,6 +39,7 @@ from plexrl_slurm.memory.slab import (
 from plexrl_slurm.memory.swap import VERSION, version_folder
 
 MANIFEST: Final = "manifest.json"
+FORMAT: Final = 1
 _DAMAGED: Final = "is damaged: its checksum is not that of its manifest"
 
 
@@ -58,11 +61,22 @@ class Manifest(msgspec.Struct, frozen=True):
     swapped: tuple[RankFile, ...] = ()
     #: Of the order that it was written by.
     order: Token = NONE
+    format: int = FORMAT
 
     @property
     def bytes(self) -> int:
         """Of all files."""
         return sum(file.bytes for file in (*self.files, *self.swapped))
+
+
+class _Format(msgspec.Struct):
+    format: int = 0
+
+
+def encoded(manifest: Manifest) -> bytes:
+    """What its file contains: its own checksum, and JSON."""
+    text = msgspec.json.encode(manifest)
+    return b"%08x\n%s\n" % (crc32c(text), text)
 
 
 def folder_of(durable: Path, deployment: str, progress: tuple[int, int]) -> Path:
@@ -119,7 +133,7 @@ def write_image(
             swapped=tuple(swapped),
             order=order,
         )
-        write_bytes(part / MANIFEST, msgspec.json.encode(manifest))
+        write_bytes(part / MANIFEST, encoded(manifest))
         publish(part, folder, order)
         return manifest
     finally:
@@ -201,13 +215,23 @@ def _listed(version: Path) -> list[Path]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises ``BadImage`` if there is no complete image."""
+    """Raises ``BadImage`` if there is no complete image of this format."""
     try:
-        return msgspec.json.decode(disk.disk.read_file(folder / MANIFEST), type=Manifest)
+        data = disk.disk.read_file(folder / MANIFEST)
     except OSError as error:
         raise BadImage(str(folder), f"cannot be read ({error.strerror})") from error
+    said, _, text = data.removesuffix(b"\n").partition(b"\n")
+    if said != b"%08x" % crc32c(text):
+        raise BadImage(str(folder), "has a manifest that does not match its own checksum")
+    try:
+        found = msgspec.json.decode(text, type=_Format).format
+        if found != FORMAT:
+            why = f"has format {found}; this release reads format {FORMAT}"
+            raise BadImage(str(folder), why)
+        manifest = msgspec.json.decode(text, type=Manifest)
     except msgspec.DecodeError as error:
         raise BadImage(str(folder), f"has an unreadable manifest ({error})") from error
+    return manifest
 
 
 def slab_bytes(folder: Path, *, first: int, count: int) -> int:
@@ -243,11 +267,24 @@ def read_image(
     mine = manifest.files[first : first + len(slabs)]
     for file, slab in zip(mine, slabs, strict=True):
         preludes.append(_read_slab(folder / file.name, file, slab))
+    for rank, (prelude, slab) in enumerate(zip(preludes, slabs, strict=True), first):
+        _check_owner(folder, manifest, parse_header(slab, prelude), rank)
     for rank, (prelude, slab) in enumerate(zip(preludes, slabs, strict=True)):
         _read_swapped(folder, manifest, rank, slab, prelude, swap)
     for prelude, slab in zip(preludes, slabs, strict=True):
         put_prelude(slab, prelude)
     return manifest
+
+
+def _check_owner(folder: Path, manifest: Manifest, header: SlabHeader, rank: int) -> None:
+    """A whole slab may be another image's."""
+    wanted = manifest.deployment, tuple(manifest.progress), rank
+    if (header.deployment, tuple(header.progress), header.rank) != wanted:
+        seq, part = header.progress
+        raise BadImage(
+            str(folder / manifest.files[rank].name),
+            f"is of {header.deployment} at {seq}.{part}, rank {header.rank}",
+        )
 
 
 def _read_swapped(

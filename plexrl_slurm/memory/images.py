@@ -144,14 +144,17 @@ class ImageStore:
         self._wipe(self._held.pop(deployment).slot)
 
     def _wipe(self, slot: int) -> None:
-        """An agent that starts again must not take what is there for an image."""
-        self._forget_sums(slot)
+        """An agent that starts again must not take what is there for an image.
+
+        Its checksums go last: without them it would be believed.
+        """
         for path in self.paths(slot):
             with suppress(FileNotFoundError):
                 with path.open("rb") as file:
                     prelude = file.read(PRELUDE_BYTES)
                 if len(prelude) == PRELUDE_BYTES:  # else it is none already
                     put_prelude(path, unmarked(prelude))
+        self._forget_sums(slot)
 
     def forget(self, deployment: str) -> None:
         """Its slab turned out to be damaged, and is free."""

@@ -75,7 +75,7 @@ def finish(folder: Path, shares: Sequence[bytes], *, name: str, order: Token = N
             files=tuple(files[rank] for rank in range(first.world)),
             order=order,
         )
-        write_bytes(part / durable.MANIFEST, msgspec.json.encode(manifest))
+        write_bytes(part / durable.MANIFEST, durable.encoded(manifest))
         durable.publish(part, folder, order)
         return manifest
     finally:

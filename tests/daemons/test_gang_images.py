@@ -4,7 +4,6 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from plexrl_slurm.core.ids import CauseId, DeploymentId
@@ -176,7 +175,7 @@ def durable_images(folder: Path, *seqs: int) -> list[Durable]:
         path = durable.folder_of(folder, MODEL, (seq, 0))
         path.mkdir(parents=True)
         manifest = durable.Manifest(deployment=MODEL, progress=(seq, 0), files=())
-        (path / durable.MANIFEST).write_bytes(msgspec.json.encode(manifest))
+        (path / durable.MANIFEST).write_bytes(durable.encoded(manifest))
         found.append(Durable(progress=(seq, 0), path=str(path)))
     return found
 

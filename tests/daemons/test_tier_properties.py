@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.daemons.tier_world import World
-from tests.memory.faults import FAULTS
+from tests.memory.faults import FAULTS, STOP, TEAR
 
 #: Thousands of folders are made and removed: not on a disk, if that can be.
 SCRATCH = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
@@ -97,6 +97,9 @@ def now_and_then(world: World, rate: float, kinds: Sequence[str]) -> Callable[[i
 )
 @example(
     seed=0, faults=0.05, kinds=set(FAULTS), kills=0.05, cuts=0.02, flips=0.0, slots=4, copies=8
+)
+@example(
+    seed=20_000, faults=0.05, kinds={STOP, TEAR}, kills=0.0, cuts=0.0, flips=0.05, slots=4, copies=4
 )
 def test_an_image_is_never_lost_and_never_wrong(
     seed: int, faults: float, kinds: set[str], kills: float, cuts: float, flips: float,

@@ -8,6 +8,7 @@ import asyncio
 import os
 import random
 import threading
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
@@ -101,8 +102,9 @@ class World:
         self.serving = False
         #: Copies to the durable tier are under way.
         self.persisting: set[str] = set()
-        #: Deployments whose image in memory was damaged, which has been told to nobody.
-        self.flipped: set[str] = set()
+        #: How many images of a deployment were damaged in memory, which has been told to nobody. An
+        #: older one may come to light when the newest has been given up.
+        self.flipped: Counter[str] = Counter()
         self.flips = 0
         #: What the daemon heard of damage.
         self.told: list[str] = []
@@ -206,7 +208,7 @@ class World:
                 slab.seek(-1, 1)
                 slab.write(bytes([byte ^ 4]))
             self.flips += 1
-            self.flipped.add(held.deployment)
+            self.flipped[held.deployment] += 1
             if held.deployment in self.complete:
                 self.complete[held.deployment] = self.durable.get(held.deployment)
         await self.start()
@@ -402,10 +404,10 @@ class World:
     def _fell_back(self, name: str, left: tm.ImagesLeft | None, faults: int) -> None:
         """A disk that does not give an image, asked twice, has lost it: the daemon is told."""
         if left is not None and left.damaged and name in self.complete:
-            assert name in self.flipped or self.disk.faults > faults + 1, (
+            assert self.flipped[name] or self.disk.faults > faults + 1, (
                 f"given up without two faults: {left.damaged}"
             )
-            self.flipped.discard(name)
+            self.flipped[name] -= self.flipped[name] > 0
             self.told += left.damaged
             self.complete[name] = left.image
             if left.durable is None:

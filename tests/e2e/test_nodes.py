@@ -15,13 +15,21 @@ from tests.scenarios.partition import REPOSITORY, Job, Partition, kill, running,
 
 pytestmark = [
     pytest.mark.engines,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(900),
     pytest.mark.filterwarnings(
         "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
     ),
 ]
 
 ENGINES = ("deepspeed", "fake_sample")
+#: Ranks, and options of the engine.
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "2 ranks-zero 2": (2, {"zero_stage": 2}),
+    "4 ranks-zero 3-parameters and optimizer in host memory": (
+        4,
+        {"zero_stage": 3, "offload_param": "cpu", "offload_optimizer": "cpu"},
+    ),
+}
 
 
 @pytest.fixture(scope="module")
@@ -32,14 +40,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def partition_in(folder: Path, model: Path, *, nodes: int) -> Any:
+def partition_in(folder: Path, model: Path, layout: str, *, nodes: int) -> Any:
+    ranks, options = LAYOUTS[layout]
     return running(
         folder,
-        seconds=200,
+        seconds=280,
         model=model,
         engines=ENGINES,
-        train={"zero_stage": 2, "max_tokens_per_microbatch": 32},
-        train_gpus=2,
+        train={**options, "max_tokens_per_microbatch": 32},
+        train_gpus=ranks,
         train_nodes=nodes,
         settings={"image_every": 1},
     )
@@ -84,10 +93,10 @@ def weights(partition: Partition, job: Job) -> dict[str, Any]:
 
 
 class Strike:
-    """Kills the second rank once, while calls of a turn run."""
+    """Kills the last rank once, while calls of a turn run."""
 
-    def __init__(self, partition: Partition) -> None:
-        self._partition = partition
+    def __init__(self, partition: Partition, *, ranks: int) -> None:
+        self._partition, self._last = partition, ranks - 1
         self._thread = threading.Thread(target=self._strike)
         self.failures: list[BaseException] = []
 
@@ -103,25 +112,26 @@ class Strike:
         time.sleep(0.05)
         try:
             peer = self._partition.rank_pid("train-0", 0)
-            kill(self._partition.rank_pid("train-0", 1))
+            kill(self._partition.rank_pid("train-0", self._last))
             # It waits for the dead one, perhaps in a collective, and must not wait for long.
             wait_until(lambda: not Path(f"/proc/{peer}").exists(), seconds=30, name="its end")
         except BaseException as error:
             self.failures.append(error)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_agents_learn_bit_by_bit_what_one_learns(
-    model: Path, tmp_path_factory: pytest.TempPathFactory
+    model: Path, tmp_path_factory: pytest.TempPathFactory, layout: str
 ) -> None:
     from torch import equal
 
-    with partition_in(tmp_path_factory.mktemp("one"), model, nodes=1) as partition:
+    with partition_in(tmp_path_factory.mktemp("one"), model, layout, nodes=1) as partition:
         jobs = [Job(partition, seed=seed, models=["tiny"]) for seed in (3, 4)]
         told = learn(*jobs)
         wanted = weights(partition, jobs[0])
-    with partition_in(tmp_path_factory.mktemp("two"), model, nodes=2) as partition:
+    with partition_in(tmp_path_factory.mktemp("two"), model, layout, nodes=2) as partition:
         jobs = [Job(partition, seed=seed, models=["tiny"]) for seed in (3, 4)]
-        strike = Strike(partition)
+        strike = Strike(partition, ranks=LAYOUTS[layout][0])
         assert learn(*jobs, between=strike.between) == told
         strike.join()
         found = weights(partition, jobs[0])

@@ -4,6 +4,7 @@ import fcntl
 import hashlib
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from plexrl_slurm.core.errors import BadInput
@@ -78,6 +79,14 @@ def test_a_manifest_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / checkpoint.MANIFEST).write_text("{}")
     with pytest.raises(BadInput, match="manifest cannot be read"):
         checkpoint.read_manifest(tmp_path, URI)
+
+
+def test_a_checkpoint_of_another_format_is_refused_with_both(tmp_path: Path) -> None:
+    made = make_checkpoint(tmp_path / "one")
+    newer = msgspec.structs.replace(made, format=2)
+    (tmp_path / "one" / checkpoint.MANIFEST).write_bytes(checkpoint.encoded(newer))
+    with pytest.raises(BadInput, match="has format 2; this release reads 1"):
+        checkpoint.read_manifest(tmp_path / "one", URI)
 
 
 # ---- two writers -------------------------------------------------------------------------------

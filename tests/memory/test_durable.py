@@ -1,9 +1,13 @@
 """Images in the durable tier: complete or not there, checked when they come back."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from crc32c import crc32c
+from msgspec.structs import replace
 
 from plexrl_slurm.core.errors import BadImage
 from plexrl_slurm.memory import durable
@@ -18,7 +22,7 @@ SIZES = (8, 5000, 12)
 def slabs(tmp_path: Path) -> list[Path]:
     paths = [tmp_path / f"slot-0.rank-{rank}" for rank in range(2)]
     for rank, path in enumerate(paths):
-        write(path, make_header(*SIZES), 7 + rank)
+        write(path, replace(make_header(*SIZES), rank=rank), 7 + rank)
     return paths
 
 
@@ -28,11 +32,15 @@ def content(path: Path) -> list[bytes]:
     return [bytes(view) for view in slab.views(header.tensors)]
 
 
-def test_an_image_comes_back_as_it_was(tmp_path: Path, slabs: list[Path]) -> None:
-    folder = durable.folder_of(tmp_path / "durable", "s1-1:train:0", (7, 1))
+def test_an_image_comes_back_as_it_was(tmp_path: Path) -> None:
+    name = "s1-1:train:0"
+    slabs = [tmp_path / f"slot-0.rank-{rank}" for rank in range(2)]
+    for rank, path in enumerate(slabs):
+        write(path, replace(make_header(*SIZES, deployment=name), rank=rank), 7 + rank)
+    folder = durable.folder_of(tmp_path / "durable", name, (7, 1))
     assert folder.name == "000000007.0001" and folder.parent.name == "s1-1.train.0"
     written = durable.write_image(folder, slabs, writer="a")
-    assert written.deployment == "a" and written.progress == (7, 1)
+    assert written.deployment == name and written.progress == (7, 1)
     back = [tmp_path / f"slot-1.rank-{rank}" for rank in range(2)]
     assert durable.read_image(folder, back) == written == durable.read_manifest(folder)
     for old, new in zip(slabs, back, strict=True):
@@ -71,6 +79,61 @@ def test_damage_is_found_and_the_slab_is_not_valid(tmp_path: Path, slabs: list[P
         durable.read_image(folder, back)
     with pytest.raises(BadImage, match="is of 2 ranks, and 1 are to load it"):
         durable.read_image(folder, back[:1])
+
+
+def another_format(folder: Path) -> None:
+    text = (folder / durable.MANIFEST).read_bytes().splitlines()[1]
+    text = text.replace(b'"format":1', b'"format":0')
+    (folder / durable.MANIFEST).write_bytes(b"%08x\n%s\n" % (crc32c(text), text))
+
+
+def flip(folder: Path) -> None:
+    data = bytearray((folder / durable.MANIFEST).read_bytes())
+    data[40] ^= 1
+    (folder / durable.MANIFEST).write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (another_format, "has format 0; this release reads format 1"),
+        (flip, "does not match its own checksum"),
+        (lambda folder: os.truncate(folder / durable.MANIFEST, 30), "its own checksum"),
+        (lambda folder: os.truncate(folder / durable.MANIFEST, 0), "its own checksum"),
+    ],
+)
+def test_a_manifest_that_is_not_what_was_written_is_refused(
+    tmp_path: Path, slabs: list[Path], harm: Callable[[Path], None], words: str
+) -> None:
+    folder = durable.folder_of(tmp_path / "durable", "a", (7, 1))
+    durable.write_image(folder, slabs, writer="a")
+    harm(folder)
+    with pytest.raises(BadImage, match=words):
+        durable.read_manifest(folder)
+    assert durable.slab_bytes(folder, first=0, count=2) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"progress": (6, 0)}, r"rank-1.slab: is of a at 6\.0, rank 1"),
+        ({"deployment": "b"}, r"rank-1.slab: is of b at 7\.1"),
+        ({"rank": 0}, r"rank-1.slab: is of a at 7\.1, rank 0"),
+    ],
+)
+def test_a_whole_slab_of_another_image_is_refused(
+    tmp_path: Path, slabs: list[Path], changes: dict[str, Any], words: str
+) -> None:
+    """As if two copies had been mixed up while somebody restored a backup."""
+    write(slabs[1], replace(read_header(slabs[1]), **changes), 9)
+    folder = durable.folder_of(tmp_path / "durable", "a", (7, 1))
+    durable.write_image(folder, slabs, writer="a")
+    back = [tmp_path / f"slot-1.rank-{rank}" for rank in range(2)]
+    with pytest.raises(BadImage, match=words):
+        durable.read_image(folder, back)
+    for path in back:
+        with pytest.raises(BadImage, match="torn"):
+            read_header(path)
 
 
 def test_a_torn_slab_is_not_made_durable(tmp_path: Path, slabs: list[Path]) -> None:

@@ -1,13 +1,19 @@
 """Slots of one WPG: which are kept, and which are given back."""
 
 import os
+import random
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from plexrl_slurm.core.errors import BadImage
+from plexrl_slurm.memory import disk as seam
+from plexrl_slurm.memory import sums
 from plexrl_slurm.memory.images import ImageStore
 from plexrl_slurm.memory.slab import Slab, SlabHeader, SlabTensor
+from tests.memory.faults import STOP, TEAR, FaultyDisk, Stopped
 
 
 def write(store: ImageStore, deployment: str) -> int:
@@ -56,6 +62,32 @@ def test_a_slab_that_somebody_reads_is_not_given_back(tmp_path: Path) -> None:
         store.drop(name)
     assert store.paths(slots["c"])[0].exists()
     assert len(store.free_slots()) == 1
+
+
+@pytest.mark.parametrize("step", range(1, 8))
+@pytest.mark.parametrize("fault", [STOP, TEAR])
+def test_an_agent_that_dies_while_it_gives_a_damaged_image_up_leaves_none_that_is_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, fault: str
+) -> None:
+    folder = tmp_path / "images"
+    slot = write(ImageStore(folder, world=1), "a")
+    (slab,) = ImageStore(folder, world=1).paths(slot)
+    found = sums.compute(slab, [], wanted=lambda: True)
+    assert found is not None
+    sums.write(slab, found)
+    with slab.open("r+b") as file:
+        file.seek(5000)
+        file.write(b"!")
+    disk = FaultyDisk(rng=random.Random(1), memory=tmp_path)
+    disk.fault = lambda now, _kind: fault if now == step else ""
+    store = ImageStore(folder, world=1)
+    with monkeypatch.context() as patch, suppress(Stopped):
+        patch.setattr(seam, "disk", disk)
+        store.forget("a")
+    next_agents = ImageStore(folder, world=1)
+    if next_agents.find("a") is not None:
+        with pytest.raises(BadImage, match="is damaged in memory"):
+            sums.check(slab)
 
 
 @pytest.mark.parametrize("harm", [Path.unlink, lambda path: os.truncate(path, 0)])
