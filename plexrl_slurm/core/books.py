@@ -135,18 +135,20 @@ class Books:
         """``run`` occupies the WPG from now on."""
         if tenant.program is None:
             # What an agent says it runs may not have been heard of as waiting.
+            owner = entry.call.job
+            phase = lane.phase(tenant, owner)
             if tenant.samples.pop(entry.call.id, None) is None:
-                lane.phase(tenant, entry.call.job).join(lane.now_us)
+                phase.join(lane.now_us)
             if not tenant.samples:
                 lane.waiting.pop(tenant.key, None)
-            owner = entry.call.job
         else:
             owner = tenant.last_job
+            phase = lane.phase(tenant, owner)
             if tenant.ready_us is None:
-                lane.phase(tenant, owner).join(lane.now_us)
+                phase.join(lane.now_us)
             tenant.ready_us = tenant.weighed = None
             lane.waiting.pop(tenant.key, None)
-        lane.phase(tenant, owner).begin(lane.now_us, self.estimates)
+        phase.begin(lane.now_us, self.estimates)
         entry.begun[run.part] = entry.begun.get(run.part, 0) + 1
         run.entry, run.tenant = entry, tenant
         lane.running[run.call] = run

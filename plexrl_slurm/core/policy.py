@@ -184,12 +184,13 @@ class AtcH:
         guarded = guard(candidates)
         if guarded is not None:
             return guarded
-        works = [c.switch_us + (c.remaining_us if c.remaining_us > 1 else 1) for c in candidates]
-        reach = self.look_ahead * sum(works) / len(candidates)
+        reach = 0.0
         best, most, resident, kept = candidates[0], -1.0, None, 0.0
-        for c, work in zip(candidates, works, strict=True):
+        for c in candidates:
+            work = c.switch_us + (c.remaining_us if c.remaining_us > 1 else 1)
             index = c.weight / (work * c.step_us)
-            if c.slack_us > work:
+            if c.slack_us > work:  # of few, so that a second pass for the mean is cheaper
+                reach = reach or self.look_ahead * sum(map(_work_us, candidates)) / len(candidates)
                 index *= exp((work - c.slack_us) / reach)
             if index > most or (index == most and _before(c, best)):
                 best, most = c, index

@@ -1,16 +1,18 @@
 """Where the state of a deployment is, and the steps it may take. One story per state."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
 from plexrl_slurm.core.errors import InvalidTransition
 from plexrl_slurm.core.ids import CauseId
+from plexrl_slurm.core.records import dataclass
 
 
 class Residency(StrEnum):
     """Where the newest state is."""
+
+    __hash__ = str.__hash__  # that of an Enum is a function in Python
 
     #: Nowhere: not yet created, or lost before its first image (calls make it anew).
     ABSENT = "absent"
@@ -54,7 +56,7 @@ STEPS: Final[Mapping[tuple[Residency, Residency], str]] = {
 STORY_LINES: Final = 64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=False)
 class Whereabouts:
     """Where one state is; ``step`` returns a new one and never mutates."""
 

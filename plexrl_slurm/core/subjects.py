@@ -16,6 +16,9 @@ class Pool(StrEnum):
 class FunctionKind(StrEnum):
     """The LLM functions a job may call."""
 
+    #: That of an Enum is a function in Python, and kinds are looked up dozens of times for a call.
+    __hash__ = str.__hash__
+
     CREATE = "create"
     FORWARD = "forward"
     FORWARD_BACKWARD = "forward_backward"

@@ -14,6 +14,7 @@ from plexrl_slurm.core.messages import Pool, Wpg
 from plexrl_slurm.core.predict import Profile, slowdowns
 from plexrl_slurm.core.profiles import Habits
 from plexrl_slurm.core.sites import Applicant, Partition, Settled, Site, host_need, images_room
+from tests.core.effort import effort, tried
 
 S, GIB = 1_000_000, 2**30
 
@@ -115,6 +116,7 @@ class Town:
             assert len(homes) == len(set(homes))
 
 
+@effort(100)
 @given(
     sites=partitions(),
     way=st.sampled_from(list(Way)),
@@ -160,3 +162,4 @@ def test_at_admission_no_promise_breaks_and_no_memory_is_given_twice(
         if way is Way.FIT:
             for each in town.settled.values():
                 assert town.slow(each) <= each.who.max_slowdown + 1e-9
+    tried("admission")

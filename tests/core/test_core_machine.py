@@ -1,25 +1,33 @@
 """The core as a state machine: any fact at any time, and everything it promises after each.
 
-Properties of the scheduling study, section 6, and where each is tried. ``make nightly`` tries
-each with 10^5 examples (``PLEXRL_EXAMPLES``), CI with few.
+Properties of the scheduling study, section 6, and where each is tried: ``make nightly`` with 10^5
+examples (``PLEXRL_EXAMPLES``), CI with few. *(world)*: a whole world of hundreds of facts for each
+example, a twentieth as many.
 
-* 1 no two functions overlap on a GPU: ``Core.start_run``; ``test_scheduler_properties``
-* 1 a gang is whole or nothing: ``test_placement_machine``
-* 2 held = busy + switch + kept + idle + down, in integers: ``Core.books_are_exact``
-* 3 affinity is constant: ``Core.start_run``, ``start_move``; with moves: ``test_node_properties``
-* 3 memory is never exceeded: ``test_placement_machine``; tiers: ``test_full_tiers``
+* 1 no two functions overlap on a GPU: ``Core.start_run``; (world) ``test_scheduler_properties``; on
+  shared GPUs (world) ``test_shared_properties``
+* 1 a gang is whole or nothing: ``test_placement_machine``, ``test_admission_properties``
+* 2 held = busy + switch + kept + idle + down, in integers: ``Core.books_are_exact``; with tails
+  that are paused (world) ``test_tail_properties``
+* 3 affinity is constant: ``Core.start_run``, ``start_move``; with moves (world)
+  ``test_node_properties``
+* 3 memory is never exceeded: ``test_placement_machine``, ``test_admission_properties``; tiers, in
+  the middle of switches: ``tests/daemons/test_tier_properties.py``
 * 4 program order, each (job, seq) once: ``Core.start_run``, ``end_run``, ``finish``; with restarts,
-  lost nodes, damaged images: ``test_scheduler_``, ``test_node_``, ``test_damage_properties``
+  lost nodes, damaged images (world) ``test_scheduler_``, ``test_node_``, ``test_damage_properties``
 * 5 lag at most 1, versions only grow: ``tests/sim/test_run_properties.py``
-* 6 the starvation bound: ``test_starvation``; 10^6 facts: ``python -m benchmarks.starvation``
+* 6 the starvation bound: (world) ``test_scheduler_``, ``test_shared_properties``; attackers:
+  ``test_starvation``, 10^6 facts by ``python -m benchmarks.starvation``
 * 6 nobody waits for an idle WPG, but for a hold: ``Core.nobody_waits_for_an_idle_wpg``
-* 7 every job of a trace ends, whatever it shares: ``tests/sim/test_run_properties.py``
+* 7 every job of a trace ends, whatever it shares: ``tests/sim/test_run_properties.py``. No function
+  needs two pools, so there is no order of locks; two WPGs on the same GPUs: (world)
+  ``test_shared_properties``
 * 8 the order of facts of one instant changes nothing: ``test_order_properties``
 * 8 the same facts, the same decisions: ``Core.teardown``; ``tests/test_journal.py``,
   ``tests/sim/test_same_bytes.py``
 * 9 alone it takes what it takes alone: ``tests/sim/test_run_properties.py``
-* 9 a larger weight is no smaller share: ``test_order_properties``
-* 10 fit admits nobody against a promise: ``test_placement_machine``
+* 9 a larger weight is no smaller share: (world) ``test_order_properties``
+* 10 fit admits nobody against a promise: ``test_placement_machine``, ``test_admission_properties``
 * 10 what a crash frees is taken by a waiter: ``Core.nobody_waits_for_an_idle_wpg``; what an end
   frees: ``test_placement_machine``
 """

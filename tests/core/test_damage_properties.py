@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.core.damages import DamagedWorld
+from tests.core.effort import tried
 from tests.core.test_node_properties import MANY, SEEDS, WPGS, nodes_fail
 from tests.core.test_scheduler_properties import check_outcome
 from tests.core.workloads import crowd
@@ -47,6 +48,7 @@ def test_states_and_answers_survive_damaged_images(
         seed, trouble=trouble, deaths=deaths, failures=failures, losses=losses, drains=drains,
         moves=moves, restarts=restarts, durable_every=durable_every,
     )  # fmt: skip
+    tried("damaged images: outcome")
 
 
 def test_no_call_fails_because_an_image_was_damaged_and_the_worlds_see_it() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plexrl_slurm.core.holding import HoldPhase, HoldRules, Renewal
-from tests.core.effort import effort
+from tests.core.effort import effort, tried
 from tests.core.toy_slurm import RULES, SECOND, SLOTS, ToySlurm, Trouble, is_open
 
 FEW = effort(60, costs=20)
@@ -61,6 +61,7 @@ def test_bounds_are_kept_and_after_trouble_everything_finds_its_place(
     wait_for(world, lambda: sum(is_open(hold.view) for hold in world.holds.values()) >= least)
     if rules.idle_release_us:
         wait_for(world, lambda: lines(world) == rules.min)
+    tried("holds: bounds")
 
 
 @effort(12, costs=20)
@@ -82,6 +83,7 @@ def test_one_deployment_lives_through_many_limits_on_any_cluster(
         # It moves when its new home is ready: away for a moment only.
         assert away <= 10
     assert away <= 150, "away for too long around its renewals"
+    tried("holds: one deployment")
 
 
 def lines(world: ToySlurm) -> int:

@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.core.effort import effort
+from tests.core.effort import effort, tried
 from tests.core.nodes import NodeWorld
 from tests.core.test_scheduler_properties import check_outcome
 from tests.core.workloads import ROLLOUT, ROLLOUT_1, TRAIN, TRAIN_1, crowd, sampled, trained
@@ -77,6 +77,7 @@ def test_states_answers_and_charges_survive_the_loss_of_nodes(
         seed, trouble=trouble, deaths=deaths, failures=failures, losses=losses, drains=drains,
         moves=moves, restarts=restarts, drops=drops, durable_every=durable_every,
     )  # fmt: skip
+    tried("nodes: outcome")
 
 
 @effort(15, costs=20)
@@ -87,6 +88,7 @@ def test_no_call_fails_because_a_node_was_lost(
     world = run(seed, losses=losses, drains=drains, moves=4, restarts=restarts)
     for record in world.records.values():
         assert record.finished is not record.call.doomed, f"{record.call} failed"
+    tried("nodes: no call fails")
 
 
 @effort(15, costs=20)
@@ -96,6 +98,7 @@ def test_a_drain_without_a_durable_tier_loses_nothing(
 ) -> None:
     world = run(seed, drains=drains, restarts=restarts, durable_every=None)
     assert not world.seen["Persist"]
+    tried("nodes: without a durable tier")
 
 
 def test_the_worlds_see_what_they_are_made_for() -> None:

@@ -106,7 +106,7 @@ class Bursts:
         return said
 
 
-@effort(40, costs=2)
+@effort(40)
 @given(seed=st.integers(0, 2**32), policy=st.sampled_from(sorted(POLICIES)))
 def test_the_order_of_facts_of_one_instant_changes_nothing(seed: int, policy: str) -> None:
     first, second = (Bursts(seed, policy, shuffle).play(30) for shuffle in (1, 2))
@@ -129,7 +129,7 @@ def share_of(policy: str, weight: int, seed: int, others: int) -> float:
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-@effort(3, costs=300)
+@effort(3, costs=60)
 @given(seed=st.integers(0, 2**32), others=st.integers(1, 4), weights=st.tuples(
     st.integers(1, 4), st.integers(0, 8)))  # fmt: skip
 def test_a_larger_weight_is_no_smaller_share(

@@ -8,7 +8,7 @@ from plexrl_slurm.core.estimates import PRIOR_STEP_US
 from plexrl_slurm.core.ids import CallId, CauseId
 from plexrl_slurm.core.messages import WRITES, Activity, FunctionKind, Pool, Switch
 from plexrl_slurm.core.policy import POLICIES
-from tests.core.effort import effort
+from tests.core.effort import effort, tried
 from tests.core.harness import MS, SECOND, World, chain
 from tests.core.workloads import (
     ROLLOUT,
@@ -79,6 +79,7 @@ def test_states_answers_and_charges_survive_any_trouble(
     world.run()
     world.close()
     check_outcome(world)
+    tried("scheduler: outcome")
 
 
 @FEW
@@ -93,6 +94,7 @@ def test_the_same_events_give_the_same_instructions(seed: int, policy: str) -> N
             again.plan(event, CauseId("other")) if isinstance(event, int) else again.handle(event)
         )
     assert log == world.log
+    tried("scheduler: the same instructions")
 
 
 @effort(25, costs=20)
@@ -119,6 +121,7 @@ def test_nobody_waits_longer_than_the_bound(seed: int, policy: str, k: int, gree
         assert record.begun_us is not None
         bound_us = 2 * world.step_us[call.job] + k * longest_us + 2 * SECOND
         assert record.begun_us - ready_us <= bound_us, f"{call.id} waited too long"
+    tried("scheduler: the bound")
 
 
 def switches_of(policy: str) -> int:

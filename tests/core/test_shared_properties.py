@@ -1,19 +1,18 @@
 """WPGs that share GPUs: whatever happens, one is awake, nobody starves, and time is booked once."""
 
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from plexrl_slurm.core.ids import CauseId, WpgId
 from plexrl_slurm.core.messages import Activity, Charge, FunctionKind, Grant
 from plexrl_slurm.core.policy import POLICIES
+from tests.core.effort import effort, tried
 from tests.core.harness import MS, SECOND
 from tests.core.shared import ROLLOUT, SharedWorld
 from tests.core.test_scheduler_properties import check_outcome, disturb
 from tests.core.workloads import TRAIN, crowd, sample_stream, sampled, train_loop, trained
 
-FEW = settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
-)
+FEW = effort(40, costs=20)
 SEEDS = st.integers(0, 2**32)
 NAMES = st.sampled_from(sorted(POLICIES))
 
@@ -57,6 +56,7 @@ def test_one_is_awake_and_states_answers_and_charges_survive_any_trouble(
     world.run()
     world.close()
     check_outcome(world)
+    tried("shared GPUs: outcome")
 
 
 @FEW
@@ -71,9 +71,10 @@ def test_the_same_events_give_the_same_instructions(seed: int, policy: str) -> N
             again.plan(event, CauseId("other")) if isinstance(event, int) else again.handle(event)
         )
     assert log == world.log
+    tried("shared GPUs: the same instructions")
 
 
-@settings(FEW, max_examples=15)
+@effort(15, costs=20)
 @given(seed=SEEDS, policy=NAMES, k=st.integers(1, 3), greedy=st.integers(10, 400))
 def test_nobody_waits_longer_than_the_bound(seed: int, policy: str, k: int, greedy: int) -> None:
     world = SharedWorld(seed, policy=policy, unit_us=100 * MS)
@@ -98,6 +99,7 @@ def test_nobody_waits_longer_than_the_bound(seed: int, policy: str, k: int, gree
         assert record.begun_us is not None
         bound_us = 2 * world.step_us[call.job] + 2 * k * longest_us + 2 * SECOND
         assert record.begun_us - ready_us <= bound_us, f"{call.id} waited too long"
+    tried("shared GPUs: the bound")
 
 
 def test_a_step_of_a_job_that_trains_and_samples_in_turn_takes_two_turns() -> None:

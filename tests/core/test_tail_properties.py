@@ -1,20 +1,19 @@
 """Whatever happens to rollouts whose tails are paused: nothing is lost, nobody starves, and every
 microsecond is in the books once (``World.close`` audits them)."""
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from plexrl_slurm.core.ids import CauseId
 from plexrl_slurm.core.messages import Pause
 from plexrl_slurm.core.policy import POLICIES
+from tests.core.effort import effort, tried
 from tests.core.harness import MS
 from tests.core.tailed import EAGER, Tailed, rollouts
 from tests.core.test_scheduler_properties import check_outcome
 from tests.core.workloads import ROLLOUT, TRAIN
 
-FEW = settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
-)
+FEW = effort(40, costs=20)
 SEEDS = st.integers(0, 2**32)
 NAMES = st.sampled_from(sorted(POLICIES))
 
@@ -40,6 +39,7 @@ def test_every_call_ends_and_none_is_paused_too_often(
     # A core that was started again has forgotten how often it was.
     most = EAGER.pauses * (restarts + 1)
     assert all(pauses <= most for pauses in world.pauses.values())
+    tried("tails: outcome")
 
 
 def test_the_workload_pauses_tails() -> None:
@@ -62,3 +62,4 @@ def test_the_same_events_give_the_same_pauses(seed: int, policy: str) -> None:
             again.plan(event, CauseId("other")) if isinstance(event, int) else again.handle(event)
         )
     assert log == world.log
+    tried("tails: the same pauses")

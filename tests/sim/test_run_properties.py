@@ -54,7 +54,7 @@ class Watched(World):
         super().call(job, kind, seq, length_us)
 
 
-@effort(25, costs=20)
+@effort(25)
 @given(
     trace=TRACES, policy=st.sampled_from(sorted(POLICIES)), seed=st.integers(0, 99),
     losses=st.sampled_from([0.0, 0.0, 0.5]),
@@ -77,7 +77,7 @@ def test_every_job_ends_and_trains_on_weights_one_step_old_at_most(
     tried("traces")
 
 
-@effort(15, costs=20)
+@effort(15)
 @given(
     drawn=JOBS, policy=st.sampled_from(sorted(POLICIES)), placement=st.sampled_from([*PLACEMENTS])
 )
