@@ -27,6 +27,9 @@ def wpg_views(shell: Shell) -> list[dict[str, Any]]:
                 if view.resident is not None and view.resident in homes
                 else None
             ),
+            # Whose tail runs on beside it.
+            "beside": view.beside,
+            "beside_jobs": list(view.beside_jobs),
             "jobs": list(view.jobs),
             "since_us": view.since_us,
             "waiting": view.queue_length,
