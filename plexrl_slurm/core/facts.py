@@ -195,7 +195,7 @@ def _down(books: Books, lane: Lane, event: WpgDown, out: list[AnyInstruction]) -
         lane.up = False
         books.lose(lane, event.cause, out, blame=event.blame)
         if lane.group is not None:
-            shared.went_down(lane.group, lane)
+            shared.went_down(lane.group, lane, event.reason)
     lane.reason = event.reason
 
 
@@ -204,7 +204,7 @@ def _released(books: Books, lane: Lane, event: WpgReleased, out: list[AnyInstruc
         lane.up = False
         books.lose(lane, event.cause, out, blame=False)
         if lane.group is not None:
-            shared.went_down(lane.group, lane)
+            shared.went_down(lane.group, lane, event.reason)
     if lane.meter is not None:
         out.extend(lane.meter.cut(lane.now_us, (), event.cause))
     handover.released(lane, event, out)
@@ -225,6 +225,7 @@ def _placed(books: Books, lane: Lane, event: DeploymentPlaced, out: list[AnyInst
     if known is not None:
         if deployment.wpg == lane.id:  # only a move changes its home
             known[1].members[deployment.id] = deployment
+            known[1].weighed = None
             _image_found(books, lane, known[1], event, out)
         return
     trains, tiered = deployment.pool is Pool.TRAIN, books.durable_every is not None
@@ -475,7 +476,7 @@ def _image_ended(
         tenant.step(Residency.RESIDENT, event.cause)
         if tenant.program is not None:
             tenant.program.steps = 0
-        if lane.draining:
+        if lane.draining and not tenant.gone:
             lane.refused(tenant, handover.RETRY_US)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from plexrl_slurm.core.ids import CallId, CauseId, DeploymentId, JobId, WpgId
 from plexrl_slurm.core.ledger import DOWN, IDLE, Meter, Use
@@ -25,6 +25,8 @@ from plexrl_slurm.core.residency import Residency, Whereabouts
 if TYPE_CHECKING:
     from plexrl_slurm.core.shared import Group
 
+#: What a switch costs whoever it is for: bytes that leave first, the rate, and to get the GPUs.
+Fare: TypeAlias = tuple[int, int, int]
 #: Moves in a row that find a tier full; then what is resident, and cannot be saved, makes room: its
 #: calls rebuild it.
 ROOM_WAITS: Final = 12
@@ -60,8 +62,12 @@ class Tenant:
     retry_us: int = 0
     #: How often its home has changed.
     moves: int = 0
-    #: What it was last weighed as while it was away, and of what that came.
-    weighed: tuple[Candidate, tuple[object, ...]] | None = None
+    #: What it was last weighed as while it was away and waited; ``None`` if it has changed since,
+    #: which ``Books.settle`` and ``Books.begin`` see to.
+    weighed: Candidate | None = None
+    #: What had been learned of its job by then, and what a switch to it was reckoned from.
+    version: int | None = None
+    fare: Fare = (0, 0, 0)
 
     @property
     def name(self) -> DeploymentId:
@@ -80,13 +86,6 @@ class Tenant:
         for entry in self.samples.values():
             return entry
         return None
-
-    def since_us(self) -> int:
-        """Since when the head waits."""
-        if self.ready_us is not None:
-            return self.ready_us
-        head = self.head()
-        return 0 if head is None else head.ready_us
 
     def queue_length(self) -> int:
         """Calls without an answer that do not run."""
@@ -170,6 +169,7 @@ class Lane:
     most: int = 0
     #: When to look at its tail again.
     tail_us: int | None = None
+    fare: Fare = (0, 0, 0)
     #: Who was last said to be expected next.
     expected: DeploymentId | None = None
     #: Until when the WPG is kept for the resident while others wait.

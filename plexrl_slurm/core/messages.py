@@ -6,11 +6,12 @@ what matters. ``at_us`` is the instant of an event, UTC microseconds; the core h
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
 from typing import TypeAlias
 
 from plexrl_slurm.core.ids import CallId, CauseId, DeploymentId, JobId, WpgId
+from plexrl_slurm.core.records import dataclass
 from plexrl_slurm.core.subjects import READS as READS
 from plexrl_slurm.core.subjects import WRITES as WRITES
 from plexrl_slurm.core.subjects import Activity as Activity

@@ -1,9 +1,9 @@
 """What messages are about: WPGs, deployments, calls, and what a WPG does."""
 
-from dataclasses import dataclass
 from enum import StrEnum
 
 from plexrl_slurm.core.ids import CallId, DeploymentId, JobId, WpgId
+from plexrl_slurm.core.records import dataclass
 
 
 class Pool(StrEnum):

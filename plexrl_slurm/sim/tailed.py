@@ -108,6 +108,7 @@ class TailedWorld(HeldWorld):
 
     # -- calls that run ----------------------------------------------------------------------
     def _begin(self, order: Run) -> None:
+        self._here(order.wpg)
         self._advance(order.wpg)
         left_us = self._left_us.pop(order.call, None)
         if left_us is None:
@@ -120,8 +121,8 @@ class TailedWorld(HeldWorld):
 
     def _pause(self, work: _Work) -> None:
         order = work.order
-        if self._works[order.wpg].get(order.call) is not work:
-            return  # it ended first
+        if self._here(order.wpg).get(order.call) is not work:
+            return  # it ended first, or was lost
         self._advance(order.wpg)
         del self._works[order.wpg][order.call]
         self._left_us[order.call] = work.left_us
@@ -133,12 +134,19 @@ class TailedWorld(HeldWorld):
 
     def _end(self, work: _Work, version: int) -> None:
         order = work.order
-        if self._works[order.wpg].get(order.call) is not work or work.version != version:
+        if self._here(order.wpg).get(order.call) is not work or work.version != version:
             return
         self._advance(order.wpg)
         del self._works[order.wpg][order.call]
         self._foresee(order.wpg)
         self._ran(order, work.life)
+
+    def _here(self, wpg: WpgId) -> dict[CallId, _Work]:
+        """What runs there, without what was lost with a node."""
+        works, device = self._works[wpg], self._devices.get(wpg)
+        for call in [c for c, w in works.items() if device is None or w.life != device.life]:
+            del works[call]
+        return works
 
     def _percent(self, wpg: WpgId) -> int:
         """How much longer everything takes there now."""
@@ -159,8 +167,3 @@ class TailedWorld(HeldWorld):
             work.version += 1
             left_us = -(-work.left_us * percent // 100)
             self.at(self.now_us + left_us, self._end, work, work.version)
-
-    def _lost(self, name: WpgId, device: Any) -> None:
-        if self._devices.get(name) is device:
-            self._works[name].clear()
-        super()._lost(name, device)

@@ -4,8 +4,7 @@ beside others, are paused where they cannot, and never is a third on the device.
 from dataclasses import replace
 from typing import ClassVar
 
-from hypothesis import strategies as st
-from hypothesis.stateful import initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize
 
 from plexrl_slurm.core.ids import CallId
 from plexrl_slurm.core.messages import (
@@ -22,8 +21,9 @@ from plexrl_slurm.core.messages import (
     SwitchEnded,
     Wpg,
 )
-from plexrl_slurm.core.policy import POLICIES
 from plexrl_slurm.core.tails import ENOUGH
+from tests.core import test_core_machine
+from tests.core.dice import BURST, DICE, Actions, Dice
 from tests.core.effort import effort
 from tests.core.tailed import TOGETHER
 from tests.core.test_core_machine import CAUSE, LATER, SECOND, Core
@@ -32,19 +32,21 @@ from tests.core.workloads import ROLLOUT, TRAIN, call, sampled
 TWO = replace(ROLLOUT, second_slot=True)
 #: Switches beside a tail that any example has seen.
 SEEN: list[Switch] = []
+ACTIONS = test_core_machine.ACTIONS.more()
 
 
 class Two(Core):
     """Jobs 5 to 7 have sampled before, so that it is known what a tail of theirs is."""
 
+    actions: ClassVar[Actions] = ACTIONS
     wpgs: ClassVar[dict[str, Wpg]] = {TRAIN.id: TRAIN, TWO.id: TWO}
     tails = TOGETHER
 
-    @initialize(policy=st.sampled_from(sorted(POLICIES)), every=st.integers(1, 3))
-    def begin(self, policy: str, every: int) -> None:
+    @initialize(dice=DICE, swarm=DICE)
+    def begin(self, dice: Dice, swarm: Dice) -> None:
         #: Runs that were asked to pause.
         self.pausing: set[CallId] = set()
-        super().begin(policy, every)
+        super().begin(dice, swarm)
         for job in (5, 6, 7):
             self.sample(job, ENOUGH)
             self.settle()
@@ -112,19 +114,26 @@ class Two(Core):
         super().start_run(order)
         assert len(self.contents(order.wpg)) <= (2 if order.wpg == TWO.id else 1)
 
-    @precondition(lambda self: self.pausing & self.runs.keys())
-    @rule(data=st.data(), later_us=LATER)
-    def paused(self, data: st.DataObject, later_us: int) -> None:
-        self.now += later_us
-        name = data.draw(st.sampled_from(sorted(self.pausing & self.runs.keys())))
+    @property
+    def pausable(self) -> list[CallId]:
+        """Asked to pause, and still running."""
+        return sorted(self.pausing & self.runs.keys())
+
+    @ACTIONS.action(needs="pausable")
+    def paused(self, dice: Dice) -> None:
+        self.now += dice.of(LATER)
+        name = dice.of(self.pausable)
         run = self.runs.pop(name)
         self.pausing.discard(name)
         self.tell(Paused(wpg=run.wpg, call=run.call, part=run.part, tokens=1, at_us=self.now,
                          cause=CAUSE))  # fmt: skip
 
-    @invariant()
+    def check(self) -> None:
+        super().check()
+        self.nobody_waits_for_a_tail_alone()
+
     def nobody_waits_for_a_tail_alone(self) -> None:
-        if not hasattr(self, "core") or self.core._books.stale:
+        if self.core._books.stale:
             return
         lane = self.core._books.lanes[TWO.id]
         if not lane.up or lane.draining or lane.move is not None or lane.working():
@@ -135,9 +144,10 @@ class Two(Core):
 
 
 TestBeside = Two.TestCase
-TestBeside.settings = effort(120, steps=40)
+TestBeside.settings = effort(60, steps=40 // BURST)
 
 
 def test_examples_have_let_others_in_beside_tails() -> None:
-    TestBeside().runTest()
+    if not SEEN:
+        TestBeside().runTest()
     assert SEEN
