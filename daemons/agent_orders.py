@@ -33,6 +33,8 @@ class Orders:
         self.gangs: dict[str, Gang] = {}
         #: What is in the device memory of each WPG.
         self.resident: dict[str, str] = {}
+        #: Of whom a tail runs on in the second engine of a rollout WPG, if it has not ended.
+        self.beside: dict[str, str] = {}
         #: What has taken effect on the resident of each training WPG.
         self.progress: dict[str, tuple[int, int]] = {}
         #: ``order id -> (wpg, call, part)`` of runs whose report is not acknowledged.
@@ -51,8 +53,9 @@ class Orders:
 
     def dropped(self, order: tm.DropOrder) -> None:
         """Forget residents that are no more."""
-        for wpg in [w for w, d in self.resident.items() if d in order.deployments]:
-            del self.resident[wpg]
+        for known in (self.resident, self.beside):
+            for wpg in [w for w, d in known.items() if d in order.deployments]:
+                del known[wpg]
 
     def gang_changed(self, gang: Gang, *, finished: Collection[str]) -> None:
         """Its state is another; ``finished``: the orders whose reports are under way."""
@@ -61,6 +64,7 @@ class Orders:
             was = self.resident.pop(name, None)
             if was is not None and gang.trains:
                 self._tier.doubt(name, was)
+            self.beside.pop(name, None)
         if gang.state == "down":
             for order, (wpg, _, _) in list(self.running.items()):
                 if wpg == name and order not in finished:
@@ -135,6 +139,7 @@ class Orders:
             operation = ranklink.Load(incoming=order.incoming, load_path=path, model=order.model)
             with contextlib.suppress(GangLost), self._tier.snapshots.reading(order.incoming):
                 answers = await gang.order(order.id, [operation])
+                self.beside[order.wpg] = order.beside
                 if answers[0].ok:
                     self.resident[order.wpg] = order.incoming
                 else:

@@ -292,6 +292,7 @@ class Agent:
                         incarnation=gang.newest,
                         pids=gang.pids,
                         awake=self._turns.is_awake(name),
+                        beside=self._orders.beside.get(name, ""),
                     )
                     for name, gang in self._orders.gangs.items()
                 ],

@@ -257,6 +257,7 @@ class AgentHub(AgentReports, OrderPost):
                         progress=gang.progress if gang.resident else None,
                         running=running,
                         awake=gang.awake,
+                        beside=DeploymentId(gang.beside) if gang.beside else None,
                     )
                 )
         await self._server.send(

@@ -119,6 +119,8 @@ class HeldWpg:
         table, index = self.slot.table, self.slot.index
         cores: tuple[int, ...] = table.cores[index] if index < len(table.cores) else ()
         options: dict[str, Any] = dict(table.options)
+        if self.wpg.second_slot:
+            options["second_slot"] = True
         return tm.WpgConfig(
             name=self.id,
             engine=table.engine,
@@ -182,7 +184,7 @@ def lay_out(
             continue
         seats = tuple(_seat(slot, fitting[at], used) for at in home)
         found[slot.name] = HeldWpg(
-            wpg=Wpg(id=_name(slot, names), pool=slot.pool, gpus=slot.table.gpus),
+            wpg=_wpg(slot, _name(slot, names)),
             slot=slot,
             seats=seats,
         )
@@ -200,6 +202,11 @@ def _follower(slot: WpgSlot, leader: HeldWpg, name: WpgId) -> HeldWpg:
     """On the same GPUs, which count as the leader's."""
     wpg = Wpg(id=name, pool=slot.pool, gpus=0, shares=leader.id)
     return HeldWpg(wpg=wpg, slot=slot, seats=leader.seats)
+
+
+def _wpg(slot: WpgSlot, name: WpgId) -> Wpg:
+    two = slot.table.second_slot_bytes > 0
+    return Wpg(id=name, pool=slot.pool, gpus=slot.table.gpus, second_slot=two)
 
 
 def _in_turn(slots: Sequence[WpgSlot]) -> list[WpgSlot]:
@@ -259,7 +266,7 @@ def find_again(
             continue
         found.append(
             HeldWpg(
-                wpg=Wpg(id=WpgId(row.name), pool=slot.pool, gpus=slot.table.gpus),
+                wpg=_wpg(slot, WpgId(row.name)),
                 slot=slot,
                 seats=tuple(_seat(slot, room, used) for room in there),
             )

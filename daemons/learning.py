@@ -48,6 +48,7 @@ class LearningCore(JournalledCore):
     def __init__(self, policy: Policy, *, path: Path, prior: SwitchCosts, **more: Any) -> None:
         super().__init__(policy, path=path, prior=prior, **more)
         self.learner = Learner()
+        self.learner.rollouts_of = self._books.estimates.rollouts
         #: Called when a step of a job was measured.
         self.on_step: Callable[[JobId], None] = lambda _job: None
         #: What is believed of a job that comes.
@@ -172,8 +173,13 @@ class HabitBook:
         if (own := self._own.get(job_id)) is not None:
             return own.expected()
         model = job.models[0] if job.models else ""
-        known = self._like(job, model, self._gpus(job))
-        return None if known is None else known.learned.expected()
+        key = (job.user, job.name, model, self._gpus(job))
+        known = self._like(job, model, key[-1])
+        if known is None:
+            return None
+        found = known.learned.expected()
+        # Lengths and pauses are those of what a job asks: others' say nothing of it.
+        return found if key in self._known else replace(found, rollouts=None)
 
     def source(self, job: LiveJob) -> str:
         """Where what is believed of it comes from, for people."""

@@ -63,6 +63,7 @@ class OrderPost:
                 sources=self.snapshots.sources(step.incoming) if in_memory else [],
                 snapshot_bytes=known.image_bytes if known is not None and in_memory else 0,
                 replaceable=self._replaceable(step.outgoing),
+                beside=step.beside or "",
             ),
         )
 

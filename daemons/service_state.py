@@ -205,9 +205,9 @@ class StateCalls(SubmissionCalls):
         """Contents that are on a device now, by WPG and content."""
         found = set()
         for view in self.shell.core.views():
-            known = self.shell.deployments.get(view.resident) if view.resident else None
-            if known is not None:
-                found.add(f"{view.wpg} {known.content}")
+            for name in (view.resident, view.beside):
+                if name is not None and (known := self.shell.deployments.get(name)) is not None:
+                    found.add(f"{view.wpg} {known.content}")
         return found
 
     def _durable_sizes(self, names: Iterable[DeploymentId]) -> dict[str, int]:

@@ -27,6 +27,9 @@ def wpg_views(shell: Shell, asker: Asker) -> list[dict[str, Any]]:
             "asleep": view.asleep,
             "draining": view.draining,
             "resident": view.resident,
+            # Whose tail runs on beside it.
+            "beside": view.beside,
+            "beside_jobs": list(view.beside_jobs),
             "resident_job": owners.get(view.resident) if view.resident is not None else None,
             # Of those it works for now: what their users call them, and their rows.
             "slurm_ids": [asker.name(job) for job in view.jobs],

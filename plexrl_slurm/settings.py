@@ -30,7 +30,7 @@ from plexrl_slurm.model_folder import as_dtype, read_model_folder, tensor_parall
 from plexrl_slurm.queue_settings import TABLES, QueueSettings, check_reservation, read_queue
 from plexrl_slurm.sharing_settings import SharingSettings, read_sharing
 from plexrl_slurm.slurm_settings import HoldSettings, Shape, check_shapes, read_hold
-from plexrl_slurm.tail_settings import read_tails
+from plexrl_slurm.tail_settings import check_slots, read_tails
 from plexrl_slurm.tomlcheck import (
     Report,
     Table,
@@ -110,14 +110,14 @@ class WpgSettings:
     #: ``offload_param`` (``none``, ``cpu``; the first also ``nvme``),
     #: ``decay_vectors``, ``max_tokens_per_microbatch``; vllm ``kv_cache_bytes``, ``max_num_seqs``,
     #: ``prefix_caching``, ``block_size``, ``max_slots`` and ``max_asleep`` (engines awake and
-    #: asleep, one per architecture); every engine
-    #: ``device_bytes``: what residents may take on all GPUs of a WPG together.
+    #: asleep, one per architecture); every engine ``device_bytes``: of residents, on all its GPUs.
     options: Mapping[str, Any] = field(default_factory=dict)
-    #: It takes turns with the table of the other pool that says the same name; see
-    #: ``shared_settings``.
+    #: It takes turns with the table of the other pool of this name; see ``shared_settings``.
     shared: str = ""
     residual_bytes: int = 0
     gpu_bytes: int = 0
+    #: For a second engine, in which a tail runs on; 0: there is none. See ``tail_settings``.
+    second_slot_bytes: int = 0
 
     @property
     def place(self) -> str:
@@ -148,8 +148,7 @@ class Settings:
     nvme_dir: Path | None = None
     #: Bytes that images may take there.
     nvme_bytes: int = 0
-    #: A copy there, and a durable image, is read again, to see whether it is whole, after so many
-    #: days; 0: never.
+    #: After so many days a copy there, and a durable image, is read again and checked; 0: never.
     scrub_days: int = 7
     #: TCP address of the API, for controllers.
     listen_host: str = "127.0.0.1"
@@ -282,6 +281,7 @@ def check(path: Path) -> Findings:
     check_budgets(report, values, models, gangs=spread)
     check_nvme(report, values, here=local, durable=not local or hold.durable)
     check_swap(report, values, [model for _, model in models], wpgs)
+    check_slots(report, tails, named, [model for _, model in models], slurm=not local)
     _check_places(report, values)
     check_host(report, values, here=local)
     problems = report.sentences()

@@ -34,6 +34,7 @@ def take(table: Table) -> None:
     table.take("shared", as_name, required=False)
     table.take("residual_bytes", _bytes_or_none, required=False)
     table.take("gpu_bytes", as_bytes, required=False)
+    table.take("second_slot_bytes", as_bytes, required=False)
 
 
 def _sharing(key: str, wpg: Any) -> Sharing:
@@ -58,7 +59,7 @@ def check_shared(report: Report, tables: Mapping[str, Any], *, slurm: bool) -> N
         each = _sharing(key, table)
         if each.shared:
             groups.setdefault(each.shared, []).append(each)
-        else:
+        elif not table.second_slot_bytes:
             _alone(report, each)
     for name, group in groups.items():
         _group(report, name, group, slurm=slurm)
@@ -74,7 +75,8 @@ def _alone(report: Report, each: Sharing) -> None:
         if getattr(each, name):
             report.bad(
                 f"{each.key}.{name}",
-                f"{name} is for WPGs that share their GPUs: add shared = ..., or leave it out",
+                f"{name} is for WPGs that share their GPUs or have a second engine: add shared "
+                f"or second_slot_bytes, or leave it out",
             )
 
 

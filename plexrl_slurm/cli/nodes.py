@@ -47,6 +47,12 @@ def _holds(found: Mapping[str, Any], *, header: bool) -> str:
     return show.fitted(names, rows, header=header)
 
 
+def _residents(wpg: Mapping[str, Any]) -> str:
+    """And, behind a plus, whose tail runs on beside it."""
+    beside = wpg.get("beside")
+    return (wpg["resident"] or "-") + (f" + {beside}" if beside else "")
+
+
 def _text(found: Mapping[str, Any], *, long: bool, header: bool) -> str:
     rows = [
         [
@@ -57,7 +63,7 @@ def _text(found: Mapping[str, Any], *, long: bool, header: bool) -> str:
             f"of {wpg['shares']}" if wpg.get("shares") else wpg["gpus"],
             wpg["state"],
             ",".join(wpg.get("slurm_ids", ())) or "-",
-            wpg["resident"] or "-",
+            _residents(wpg),
             wpg["waiting"],
         ]
         for wpg in found["wpgs"]

@@ -14,6 +14,7 @@ from plexrl_slurm.whereabouts import POLICIES
 
 if TYPE_CHECKING:
     from plexrl_slurm.core.messages import Wpg
+    from plexrl_slurm.core.tails import TailRules
     from plexrl_slurm.sim.report import Figures
     from plexrl_slurm.sim.run import Ran
     from plexrl_slurm.sim.trace import TraceJob
@@ -115,6 +116,22 @@ def _hardware(command: Any) -> Any:
     help="On the WPGs of the partition's configuration, both pools shared, instead of --gpus, "
     "--split and --placement.",
 )
+@click.option(
+    "--tails",
+    type=click.Choice(("none", "wait", "pause", "beside")),
+    default="none",
+    show_default=True,
+    help="With --held: what becomes of tails of rollouts that others wait for; none: there are "
+    "none, a rollout is one call.",
+)
+@click.option(
+    "--tail-slowdown",
+    type=click.IntRange(0, 1000),
+    default=20,
+    show_default=True,
+    metavar="PERCENT",
+    help="By which two rollouts at once slow each other down.",
+)
 @_hardware
 @shared
 @click.pass_obj
@@ -127,10 +144,15 @@ def run(
     plots: Path | None,
     jobs: bool,
     held: bool,
+    tails: str,
+    tail_slowdown: int,
     **given: Any,
 ) -> None:
     """Run TRACE once."""
+    if tails != "none" and not held:
+        raise BadInput(f"--tails {tails}: without --held no two jobs share a rollout WPG: add it")
     given["wpgs"] = _held_wpgs(app) if held else ()
+    given |= {"tails": tails, "tail_slowdown": tail_slowdown}
     ran = _runs(trace, [(policy, placement)], chart=plots is not None, given=given)
     if plots is not None:
         _draw(ran, plots)
@@ -143,6 +165,11 @@ def run(
 
         found = {**found, "per_job": [asdict(job) for job in each]}
     lines = [_one(ran[0].figures)]
+    if tails != "none":
+        counts = {name: getattr(ran[0].world, name) for name in ("pauses", "besides")}
+        found = {**found, "tails": tails, **counts}
+        lines.append(f"tails: {counts['pauses']:,} calls paused, {counts['besides']:,} times "
+                     "somebody came in beside one")  # fmt: skip
     if each:
         names = ("JOB", "MODEL", "MODE", "STEPS", "WPG", "QUEUED_H", "RUN_H", "SLOWDOWN")
         lines.append(
@@ -291,7 +318,9 @@ def _held_wpgs(app: App) -> "list[Wpg]":
         for _ in range(table.count):
             name = WpgId(f"{table.pool}-{numbers[table.pool]}")
             numbers[table.pool] += 1
-            found.append(Wpg(id=name, pool=Pool(table.pool), gpus=table.gpus))
+            two = table.second_slot_bytes > 0
+            pool = Pool(table.pool)
+            found.append(Wpg(id=name, pool=pool, gpus=table.gpus, second_slot=two))
     return found
 
 
@@ -327,6 +356,8 @@ def _runs(
             widest=given["widest"],
             scaling=given["scaling"],
             seed=given["seed"],
+            tails=_tails(given.get("tails", "none"), given.get("tail_slowdown", 0)),
+            slowdown=given.get("tail_slowdown", 0),
         )
         wpgs = given.get("wpgs", ())
         name = f"{'held' if wpgs else placement} + {policy} ({number} of {len(pairs)})"
@@ -348,6 +379,14 @@ def _runs(
                 )
             )
     return runs
+
+
+def _tails(name: str, slowdown: int) -> "TailRules | None":
+    from plexrl_slurm.core.tails import TailRules
+
+    if name == "none":
+        return None
+    return TailRules(pause=name != "wait", co_resident=name == "beside", slowdown=slowdown)
 
 
 def _progress(

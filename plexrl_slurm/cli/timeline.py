@@ -114,6 +114,17 @@ def shares(stretches: Iterable[Stretch]) -> dict[str, dict[str, int]]:
     }
 
 
+def stacked(lane: Sequence[Stretch]) -> Iterator[tuple[Stretch, float, float]]:
+    """Each with where it begins in the height of its row, and its share of that: several jobs that
+    sample at once, together or one beside the tail of the other, lie one above the other."""
+    together: defaultdict[tuple[int, int], list[Stretch]] = defaultdict(list)
+    for each in lane:
+        together[each["start_us"], each["stop_us"]].append(each)
+    for group in together.values():
+        for number, each in enumerate(group):
+            yield each, number / len(group), 1 / len(group)
+
+
 def _tier_of(text: str) -> str:
     """The fastest; the durable tier says only how far it is."""
     return next(tier for tier in _TIERS if tier in text)
@@ -140,16 +151,15 @@ def draw(
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for y, lane in enumerate(rows.values()):
-        groups: defaultdict[tuple[str, Any], list[tuple[float, float]]] = defaultdict(list)
-        for each in lane:
+        groups: defaultdict[tuple[Any, ...], list[tuple[float, float]]] = defaultdict(list)
+        for each, top, share in stacked(lane):
             spot = (each["start_us"] - begin) / 1e6, (each["stop_us"] - each["start_us"]) / 1e6
-            # Stretches of co-resident samplers lie upon each other: the ledger split the time.
-            groups[each["activity"], each["job_id"]].append(spot)
-        for (activity, job), spots in groups.items():
+            groups[each["activity"], each["job_id"], top, share].append(spot)
+        for (activity, job, top, share), spots in groups.items():
             alpha, hatch = _LOOKS.get(activity, (1.0, ""))
             axes.broken_barh(
                 spots,
-                (y - 0.4, 0.8),
+                (y - 0.4 + 0.8 * top, 0.8 * share),
                 facecolor=colours.get(job, _QUIET.get(activity, "#bbbbbb")),
                 alpha=alpha,
                 hatch=hatch,

@@ -3,7 +3,7 @@
 from typing import Final
 
 from plexrl_slurm.core.ids import JobId
-from plexrl_slurm.core.messages import Expected, FunctionKind, Pool
+from plexrl_slurm.core.messages import Expected, FunctionKind, Pool, Rollouts
 from plexrl_slurm.core.stalls import Stalls
 from plexrl_slurm.core.tails import Lengths
 
@@ -80,6 +80,15 @@ class Estimates:
             if busy_us:
                 phases.setdefault(pool, busy_us)
         self._steps.setdefault(job, max(LEAST_STEP_US, expected.step_us))
+        if (found := expected.rollouts) is not None:
+            self.lengths.expect(job, found.lengths_us)
+            self.stalls.expect(job, found.gaps_us, found.stalls_us)
+
+    def rollouts(self, job: JobId) -> Rollouts:
+        """What its rollouts have been like, for :meth:`expect` of another time."""
+        gaps_us, stalls_us = self.stalls.known(job)
+        lengths_us = self.lengths.known(job)
+        return Rollouts(lengths_us=lengths_us, gaps_us=gaps_us, stalls_us=stalls_us)
 
     def saw_function(self, job: JobId, kind: FunctionKind, duration_us: int) -> None:
         self.learned(job)

@@ -6,8 +6,8 @@ spread of what lies between two training phases, and quantiles of the newest ste
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import isqrt
 from typing import Final
 
@@ -24,6 +24,7 @@ from plexrl_slurm.core.messages import (
     Finish,
     FunctionKind,
     Pool,
+    Rollouts,
     Run,
     RunEnded,
     Switch,
@@ -90,6 +91,8 @@ class Learned:
     quantiles: Mapping[str, Quantiles] = field(default_factory=dict)
     #: By kind and size, such as ``forward_backward/13``: up to 2**13 tokens.
     functions: Mapping[str, FunctionTimes] = field(default_factory=dict)
+    #: Lengths and pauses of its samples; ``None``: of an earlier version.
+    rollouts: Rollouts | None = None
 
     def expected(self) -> Expected:
         """For the scheduler's own estimates: functions by kind, whatever their size."""
@@ -103,6 +106,7 @@ class Learned:
             train_us=self.phase_us,
             sample_us=self.sample_us,
             functions={kind: length_us // count for kind, (count, length_us) in total.items()},
+            rollouts=self.rollouts,
         )
 
     def habits(self, switch_us: int) -> Habits:
@@ -241,11 +245,14 @@ class Learner:
         self._calls: dict[CallId, Call] = {}
         self._runs: dict[CallId, tuple[WpgId, int, int]] = {}
         self._switches: dict[WpgId, tuple[JobId, Pool, int]] = {}
+        #: What the scheduler itself has learned of a job's rollouts.
+        self.rollouts_of: Callable[[JobId], Rollouts | None] = lambda _job: None
 
     def learned(self, job: JobId) -> Learned | None:
         """What is known of a job's own steps."""
-        found = self._jobs.get(job)
-        return None if found is None else found.learned()
+        known = self._jobs.get(job)
+        found = None if known is None else known.learned()
+        return None if found is None else replace(found, rollouts=self.rollouts_of(job))
 
     def heard(self, event: AnyEvent) -> JobId | None:
         """A fact; the job of which a step was measured with it."""

@@ -109,6 +109,17 @@ class WpgResumed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rollouts:
+    """What a job's rollouts have been like: the newest values, oldest first."""
+
+    #: How long sample calls ran.
+    lengths_us: tuple[int, ...] = ()
+    #: Pauses between calls, and those of them within a rollout that nobody holds for.
+    gaps_us: tuple[int, ...] = ()
+    stalls_us: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
     """What a job's steps are believed to be like, before any of them has run here."""
 
@@ -119,6 +130,8 @@ class Expected:
     sample_us: int
     #: Of one part, by kind.
     functions: Mapping[FunctionKind, int] = field(default_factory=dict)
+    #: ``None``: nobody knows.
+    rollouts: Rollouts | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

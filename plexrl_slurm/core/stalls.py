@@ -6,6 +6,7 @@ milliseconds and the seconds of a tool, so a mean says nothing about the next on
 """
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Final
 
 from plexrl_slurm.core.ids import JobId
@@ -38,6 +39,16 @@ class Stalls:
     def longest_us(self, job: JobId) -> int:
         """Of those; 0 if there was none."""
         return max(self._stalls.get(job, ()), default=0)
+
+    def known(self, job: JobId) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The pauses, and those that were too long to hold for; oldest first."""
+        return tuple(self._gaps.get(job, ())), tuple(self._stalls.get(job, ()))
+
+    def expect(self, job: JobId, gaps: Sequence[int], stalls: Sequence[int]) -> None:
+        """Believed of a job of which nothing is known."""
+        for known, found in ((self._gaps, gaps), (self._stalls, stalls)):
+            if found and job not in known:
+                known[job] = deque(found, maxlen=KEPT)
 
     def forget(self, job: JobId) -> None:
         """The job is over."""

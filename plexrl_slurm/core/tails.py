@@ -7,6 +7,7 @@ tail second it waits for their work, and costs a switch and the re-prefill more.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -138,6 +139,15 @@ class Lengths:
             return None
         longer = [length for length in known if length > age_us]
         return sum(longer) // len(longer) - age_us if longer else age_us // 2
+
+    def known(self, job: JobId) -> tuple[int, ...]:
+        """What is remembered, oldest first."""
+        return tuple(self._lengths.get(job, ()))
+
+    def expect(self, job: JobId, lengths: Sequence[int]) -> None:
+        """Believed of a job of which nothing is known."""
+        if lengths and job not in self._lengths:
+            self._lengths[job] = deque(lengths, maxlen=KEPT)
 
     def forget(self, job: JobId) -> None:
         """The job is over."""

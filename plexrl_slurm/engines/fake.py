@@ -12,7 +12,7 @@ training call's metrics say when the rank began and ended it.
 With ``image_bytes`` an image has so many bytes more, so that a tier can be too small for it, and
 with ``gradient_bytes`` one with an open step; with ``snapshot_bytes`` a published snapshot, so that
 it takes a while to get to another node. With ``token_us`` each token of a sample takes so long,
-beside ``delay_us``.
+beside ``delay_us``. With ``second_slot`` a load may come while other weights are sampled.
 """
 
 import asyncio
@@ -319,8 +319,8 @@ class FakeSampleEngine:
         self._model: ModelSpec | None = None
         self._weights = ""
         self._loaded: tuple[str, int, int] | None = None
-        #: And what pauses each.
-        self._running: dict[str, asyncio.Event] = {}
+        #: And what pauses each, and the weights of which it is.
+        self._running: dict[str, tuple[asyncio.Event, tuple[str, int, int] | None]] = {}
         #: Calls whose coroutine was cancelled, for tests.
         self.aborted: list[str] = []
 
@@ -332,12 +332,14 @@ class FakeSampleEngine:
     async def load_snapshot(self, path: Path, *, model: str) -> int:
         assert self._started, "load_snapshot before start"
         assert self._awake, f"{path} loaded into memory that others have"
-        assert not self._running, f"load of {path} while {sorted(self._running)} are sampled"
+        assert self._free(None), f"load of {path} while {sorted(self._running)} are sampled"
         self._model = None
         await asyncio.sleep(self._faults.delay_s("load_snapshot"))
         spec = self._spec.models[model]
         loaded, weights = _snapshot(path, spec)
-        moved = 0 if loaded == self._loaded else spec.weights_bytes
+        assert self._free(loaded), f"load of {path} while others are sampled in both slots"
+        here = {self._loaded, *(weights for _, weights in self._running.values())}
+        moved = 0 if loaded in here else spec.weights_bytes
         self._model, self._weights, self._loaded = spec, weights, loaded
         return moved
 
@@ -349,18 +351,24 @@ class FakeSampleEngine:
         output = self._complete(body, model)
         token_s = float(self._spec.options.get("token_us", 0)) / 1e6
         progress = Progress(body, output, self._faults.delay_s("sample"), token_s)
-        self._running[call] = asyncio.Event()
+        pause = asyncio.Event()
+        self._running[call] = pause, self._loaded
         try:
-            return await progress.run(self._running[call])
+            return await progress.run(pause)
         except asyncio.CancelledError:
             self.aborted.append(call)
             raise
         finally:
             del self._running[call]
 
+    def _free(self, incoming: tuple[str, int, int] | None) -> bool:
+        """Whether there is a slot for other weights than those that are sampled."""
+        busy = {weights for _, weights in self._running.values()} - {incoming}
+        return len(busy) < 1 + bool(self._spec.options.get("second_slot"))
+
     async def pause(self, call: str) -> None:
         if call in self._running:
-            self._running[call].set()
+            self._running[call][0].set()
 
     async def sleep(self) -> DeviceMemory:
         assert not self._running, f"sleep while {sorted(self._running)} are sampled"

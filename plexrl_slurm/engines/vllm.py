@@ -1,10 +1,12 @@
 """The rollout engine: vLLM's AsyncLLM, whose weights are replaced in place.
 
 One slot per architecture: ``max_slots`` of them awake, ``max_asleep`` more without their device
-memory. A call's samples are one request of vLLM's with ``n`` children, seeded
-``seed + i``; only finished requests are answered, and text is decoded only where stop strings
-ask for it. A paused call's request is aborted, which tells what it has; it goes on as a request
-for each sample, see :mod:`plexrl_slurm.engines.resume`.
+memory. With ``second_slot`` one more is awake, also of the same architecture: a load then takes a
+slot in which nothing runs, and the samples in the other one go on. A call's samples are one
+request of vLLM's with ``n`` children, seeded ``seed + i``; only finished requests are answered,
+and text is decoded only where stop strings ask for it. A paused call's request is aborted, which
+tells what it has; it goes on as a request for each sample, see
+:mod:`plexrl_slurm.engines.resume`.
 """
 
 import asyncio
@@ -47,8 +49,9 @@ class VllmEngine:
 
     def __init__(self, spec: RankSpec) -> None:
         self._spec = spec
-        #: By architecture; the one used last is the last.
-        self._slots: dict[str, Slot] = {}
+        #: The one used last is the last; its weights are sampled.
+        self._slots: list[Slot] = []
+        self._two = bool(spec.options.get("second_slot"))
         self._numbers = count()
         self._working: dict[str, _Working] = {}
         self._broken: asyncio.Future[str] | None = None
@@ -57,14 +60,15 @@ class VllmEngine:
         check_torch()
         self._broken = asyncio.get_running_loop().create_future()
         first = self._spec.options.get("model") or next(iter(self._spec.models))
-        await self._open(self._model(str(first)))
+        for _ in range(1 + self._two):
+            await self._open(self._model(str(first)))
 
     async def load_snapshot(self, path: Path, *, model: str) -> int:
         spec = self._model(model)
-        self._refuse_while_sampling(f"load {path}")
+        self._refuse_while_sampling(f"load {path}", slots=1 + self._two)
         files = snapshot_files.find(path)
         key = snapshot_files.key_of(files)
-        slot = self._slots.get(spec.architecture)
+        slot = self._slot_for(spec, key)
         if slot is None or slot.key != key:
             own = slot.shapes if slot else shapes_of(snapshot_files.find(Path(spec.path)))
             snapshot_files.compare(path, files, own)
@@ -75,14 +79,15 @@ class VllmEngine:
         elif slot.asleep:
             await self._make_room()
             await slot.wake()
-        self._slots[spec.architecture] = self._slots.pop(spec.architecture)  # the one used last
+        self._slots.remove(slot)
+        self._slots.append(slot)
         if slot.key == key:
             slot.model = spec
             return moved
         return moved + await slot.load(files, key, spec)
 
     async def sample(self, call: str, body: wire.Sample) -> wire.SampleOutput | wire.Paused:
-        slot = next(reversed(self._slots.values()), None)
+        slot = self._slots[-1] if self._slots else None
         if slot is None or slot.key is None:
             raise InvalidTransition("vLLM", "no weights loaded", f"sample {call}", ())
         check_sample(body, slot.model)
@@ -111,7 +116,7 @@ class VllmEngine:
 
     async def close(self) -> None:
         while self._slots:
-            await self._slots.popitem()[1].close()
+            await self._slots.pop().close()
 
     def _model(self, name: str) -> ModelSpec:
         try:
@@ -119,9 +124,21 @@ class VllmEngine:
         except KeyError:
             raise UnknownModel(name, tuple(self._spec.models)) from None
 
-    def _refuse_while_sampling(self, wanted: str) -> None:
-        running = [name for slot in self._slots.values() for name in sorted(slot.running)]
-        if running:
+    def _slot_for(self, spec: ModelSpec, key: snapshot_files.Key) -> Slot | None:
+        """Where these weights are, or can be loaded: it is of the model's architecture, and nothing
+        runs there; awake if there is a choice, and the one used least. ``None``: there is none."""
+        fitting = [slot for slot in self._slots if slot.model.architecture == spec.architecture]
+        for slot in reversed(fitting):
+            if slot.key == key:
+                return slot
+        idle = sorted((slot for slot in fitting if not slot.running), key=lambda slot: slot.asleep)
+        return idle[0] if idle else None
+
+    def _refuse_while_sampling(self, wanted: str, *, slots: int = 1) -> None:
+        """Unless less than so many slots are sampled."""
+        busy = [slot for slot in self._slots if slot.running]
+        running = [name for slot in busy for name in sorted(slot.running)]
+        if len(busy) >= slots:
             state = f"sampling {len(running)} calls ({running[0]} ...)"
             raise InvalidTransition("vLLM", state, wanted, ())
 
@@ -133,30 +150,33 @@ class VllmEngine:
 
     async def wake(self) -> DeviceMemory:
         if not self._awake():
-            await next(reversed(self._slots.values())).wake()
+            await self._slots[-1].wake()
         return await self.memory()
 
     async def memory(self) -> DeviceMemory:
-        return on_the_same([await slot.memory() for slot in self._slots.values()])
+        return on_the_same([await slot.memory() for slot in self._slots])
 
     def _awake(self) -> list[Slot]:
         """The one used least first."""
-        return [slot for slot in self._slots.values() if not slot.asleep]
+        return [slot for slot in self._slots if not slot.asleep]
 
     async def _open(self, model: ModelSpec) -> Slot:
         """A slot that holds the model folder's own weights."""
         await self._make_room()
-        asleep = [name for name, slot in self._slots.items() if slot.asleep]
-        for name in asleep[: max(0, len(asleep) - int(self._spec.options.get("max_asleep", 1)))]:
-            await self._slots.pop(name).close()
+        asleep = [slot for slot in self._slots if slot.asleep]
+        for slot in asleep[: max(0, len(asleep) - int(self._spec.options.get("max_asleep", 1)))]:
+            self._slots.remove(slot)
+            await slot.close()
         slot = await Slot.open(self._spec, model, ended=self._ended)
-        self._slots[model.architecture] = slot
+        self._slots.append(slot)
         return slot
 
     async def _make_room(self) -> None:
         """Put the slots used least to sleep, so that one more may be awake."""
         awake = self._awake()
-        for slot in awake[: max(0, len(awake) + 1 - int(self._spec.options.get("max_slots", 1)))]:
+        most = int(self._spec.options.get("max_slots", 1)) + self._two
+        idle = [slot for slot in awake if not slot.running]
+        for slot in idle[: max(0, len(awake) + 1 - most)]:
             await slot.sleep()
 
     def _ended(self, why: str) -> None:

@@ -6,6 +6,7 @@ from plexrl_slurm.core.backlog import HOUR_US
 from plexrl_slurm.core.errors import BadInput
 from plexrl_slurm.core.grouping import Placement, Rules
 from plexrl_slurm.core.placements import PLACEMENTS as PLACEMENTS
+from plexrl_slurm.core.tails import TailRules
 
 GB = 10**9
 NODE_GPUS = 8
@@ -63,6 +64,12 @@ class Plan:
     node_loss_hours: float = 0.0
     #: From the loss of a node to its WPG with a new one.
     restart_us: int = 300_000_000
+    #: What becomes of tails of rollouts that others wait for, where WPGs are held and shared;
+    #: ``None``: a rollout is one call, and has none.
+    tails: TailRules | None = None
+    #: Two rollouts at once take so many percent longer each; a paused call, so much.
+    slowdown: int = 20
+    prefill_us: int = 500_000
     #: Time limit of a hold, which ends then and begins again on the same nodes; 0: none has one.
     hold_limit_us: int = 0
     #: From the end of a hold to its engines' start in the next one.

@@ -12,6 +12,7 @@ from plexrl_slurm.core.messages import Pool, Wpg
 from plexrl_slurm.sim.cluster import NODE_GPUS, Cluster, Plan, find
 from plexrl_slurm.sim.held import HeldWorld
 from plexrl_slurm.sim.report import Figures, figures
+from plexrl_slurm.sim.tailed import TailedWorld
 from plexrl_slurm.sim.trace import TraceJob
 from plexrl_slurm.sim.world import World
 
@@ -65,7 +66,8 @@ def simulate_held(
     cluster = replace(cluster, train_gpus=sums[Pool.TRAIN], rollout_gpus=sums[Pool.ROLLOUT])
     begin = perf_counter()
     with _seldom_collecting():
-        world = HeldWorld(trace, wpgs, cluster, plan, chart=chart)
+        kind = HeldWorld if plan.tails is None else TailedWorld
+        world = kind(trace, wpgs, cluster, plan, chart=chart)
         world.run(progress)
     return Ran(figures=figures(world, "held", perf_counter() - begin), world=world)
 

@@ -84,6 +84,7 @@ class World:
             costs=SwitchCosts(),
             hold_us=plan.hold_us,
             hysteresis=plan.hysteresis,
+            tails=plan.tails,
         )
         self.pools = Pools(
             train_free=cluster.train_gpus,
@@ -443,7 +444,7 @@ class World:
     # -- WPGs --------------------------------------------------------------------------------
     def hold(self, name: WpgId, pool: Pool, gpus: int) -> None:
         """Hold a WPG, which is up at once."""
-        wpg = Wpg(id=name, pool=pool, gpus=gpus)
+        wpg = Wpg(id=name, pool=pool, gpus=gpus, second_slot=pool is Pool.ROLLOUT)
         group = int(name.partition("-")[2]) if pool is Pool.TRAIN else -1
         device = self._devices[name] = Device(wpg=wpg, group=group, held_us=self.now_us)
         self.send(WpgHeld(wpg=wpg, at_us=self.now_us, cause=CAUSE))

@@ -66,6 +66,8 @@ class WpgHeld(msgspec.Struct, frozen=True):
     pids: list[int]
     #: It has the GPUs that it shares.
     awake: bool = False
+    #: Of which a tail runs on in its second engine.
+    beside: str = ""
 
 
 class SnapshotSource(msgspec.Struct, frozen=True):
@@ -282,6 +284,8 @@ class SwitchOrder(msgspec.Struct, frozen=True, tag="switch"):
     image: tuple[int, int] | None = None
     #: A durable image and the calls since then can replace the image that the outgoing has.
     replaceable: bool = False
+    #: Whose samples run on in the WPG's other engine.
+    beside: str = ""
 
 
 class SaveOrder(msgspec.Struct, frozen=True, tag="save"):
@@ -446,10 +450,7 @@ class FetchOrder(msgspec.Struct, frozen=True, tag="fetch"):
 
 
 class SettleOrder(msgspec.Struct, frozen=True, tag="settle"):
-    """Which image of a deployment every node has: it is the image, all others of it may go.
-
-    ``None``: there is none.
-    """
+    """Which image of a deployment every node has (``None``: none); all others of it may go."""
 
     epoch: int
     wpg: str

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from click.testing import Result
 
+from plexrl_slurm.cli.timeline import stacked
 from tests.cli.conftest import T0, FakeDaemon, make_job
 
 Plexrl = Callable[..., Result]
@@ -263,6 +264,23 @@ def test_sinfo_shows_whose_gpus_a_wpg_shares_and_which_one_sleeps(
     assert lines[1].split() == [
         "rlvr", "rollout-0", "rollout", "-", "of", "train-0", "asleep", "-", "-", "0",
     ]  # fmt: skip
+
+
+def test_sinfo_shows_whose_tail_runs_on_beside_another(plexrl: Plexrl, daemon: FakeDaemon) -> None:
+    wpg = {**NODES["wpgs"][1], "resident": "s2-1:w:0", "beside": "s1-1:w:3", "beside_jobs": [1]}
+    daemon.answers["GET /nodes"] = {**NODES, "wpgs": [wpg]}
+    assert "s2-1:w:0 + s1-1:w:3" in plexrl("sinfo").stdout
+    found = json.loads(plexrl("sinfo", "--json").stdout)
+    assert found["wpgs"][0]["beside_jobs"] == [1]
+
+
+def test_jobs_that_sample_at_once_lie_one_above_the_other_in_a_timeline() -> None:
+    def at(job: int, start_us: int, stop_us: int) -> dict[str, Any]:
+        return {"job_id": job, "start_us": start_us, "stop_us": stop_us}
+
+    lane = [at(1, 0, 5), at(1, 5, 9), at(2, 5, 9), at(2, 9, 12)]
+    found = [(each["job_id"], top, share) for each, top, share in stacked(lane)]
+    assert found == [(1, 0, 1), (1, 0, 0.5), (2, 0.5, 0.5), (2, 0, 1)]
 
 
 def test_explain_tells_reasons_and_story(plexrl: Plexrl, daemon: FakeDaemon) -> None:

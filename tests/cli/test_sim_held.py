@@ -29,6 +29,21 @@ def test_jobs_share_the_wpgs_of_the_configuration(plexrl: Plexrl, tmp_path: Path
     assert held_us == pytest.approx(2 * found["makespan_us"], rel=1e-4)
 
 
+def test_what_becomes_of_tails_can_be_tried(plexrl: Plexrl, tmp_path: Path) -> None:
+    lines = [{**LINE, **SMALL, "id": name, "seed": seed, "steps": 8}
+             for seed, name in enumerate("ab")]  # fmt: skip
+    trace = written(tmp_path / "t.jsonl", *lines)
+    found = {}
+    for tails in ("wait", "pause", "beside"):
+        done = plexrl("sim", "run", str(trace), "--held", f"--tails={tails}", "--json")
+        assert done.exit_code == 0, done.stderr
+        found[tails] = json.loads(done.stdout)
+    assert found["wait"]["pauses"] == found["wait"]["besides"] == found["pause"]["besides"] == 0
+    assert found["beside"]["besides"] > 0
+    done = plexrl("sim", "run", str(trace), "--tails=beside")
+    assert done.exit_code == 65 and "without --held no two jobs share" in done.stderr
+
+
 def test_a_job_of_another_shape_is_refused(plexrl: Plexrl, tmp_path: Path) -> None:
     trace = written(tmp_path / "t.jsonl", LINE)
     done = plexrl("sim", "run", str(trace), "--held")

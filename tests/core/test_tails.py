@@ -9,9 +9,16 @@ import pytest
 from plexrl_slurm.core.costs import PRIOR_PREFILL, Prefills
 from plexrl_slurm.core.explain import ReasonKind
 from plexrl_slurm.core.ids import JobId
-from plexrl_slurm.core.messages import Activity, Call, Deployment, FunctionKind
+from plexrl_slurm.core.messages import (
+    Activity,
+    Call,
+    Deployment,
+    DeploymentPlaced,
+    Expected,
+    FunctionKind,
+)
 from plexrl_slurm.core.tails import ENOUGH, Lengths, Tail, TailRules, Waiter, is_tail, pays
-from tests.core.hand import SECOND, Hand, short
+from tests.core.hand import CAUSE, SECOND, Hand, short
 from tests.core.workloads import ROLLOUT, call, sampled
 
 S, T = sampled(1, "s"), sampled(2, "t")
@@ -250,6 +257,23 @@ def test_a_restarted_core_adopts_what_is_being_paused() -> None:
     assert hand.later(0.1).paused(b) == []
     assert short(hand.arrive(b)) == [f"run {b.id}"]
     assert short(hand.paused(a)) == [f"run {a.id}"]
+
+
+def test_a_restarted_core_knows_a_tail_by_what_was_believed_before() -> None:
+    learned = tailing()[0].core._books.estimates.rollouts(S.job)
+    assert len(learned.lengths_us) > ENOUGH
+    hand = Hand(ROLLOUT, policy="atc_h", tails=RULES)
+    expected = Expected(step_us=SECOND, train_us=0, sample_us=0, rollouts=learned)
+    hand.core.handle(DeploymentPlaced(deployment=S, expected=expected, at_us=hand.now, cause=CAUSE))
+    hand.place(T)
+    hand.up()
+    rollout = samples(S, *range(16))
+    hand.arrive(*rollout)
+    hand.later(1).switched()
+    hand.later(10)
+    for ended in rollout[2:]:
+        hand.end(ended)
+    assert short(hand.later(1).arrive(*samples(T, 0))) == ["pause s/0 s/1"]
 
 
 def test_every_microsecond_of_a_paused_tail_is_its_jobs_once() -> None:

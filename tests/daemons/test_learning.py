@@ -2,22 +2,38 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from plexrl_slurm.core.ids import JobId, SlurmId, WpgId
+from plexrl_slurm.core.costs import SwitchCosts
+from plexrl_slurm.core.ids import CauseId, JobId, SlurmId, WpgId
 from plexrl_slurm.core.learning import Learned
-from plexrl_slurm.core.messages import Pool
+from plexrl_slurm.core.messages import (
+    CallArrived,
+    DeploymentPlaced,
+    FunctionKind,
+    Pool,
+    Rollouts,
+    RunEnded,
+    SwitchEnded,
+    WpgHeld,
+    WpgUp,
+)
+from plexrl_slurm.core.policy import find_policy
 from plexrl_slurm.core.profiles import Guess
-from plexrl_slurm.daemons.learning import EVERY, OWN_STEPS, HabitBook
+from plexrl_slurm.daemons.learning import EVERY, OWN_STEPS, HabitBook, LearningCore
 from plexrl_slurm.daemons.placement import Placer
 from plexrl_slurm.daemons.state import LiveJob, State
 from plexrl_slurm.daemons.writer import Writer
+from plexrl_slurm.db import profiles
 from plexrl_slurm.db.engine import open_database
 from plexrl_slurm.db.schema import upgrade
 from plexrl_slurm.db.store import Store
+from tests.core.workloads import ROLLOUT, call, sampled
 from tests.daemons.holds_bench import settings_in
 
 S = 1_000_000
@@ -120,6 +136,56 @@ def test_a_guess_then_its_own_steps_then_its_likes(play: Play) -> None:
         assert later.book.habits_of(same, "else", 1) == Guess().habits()
 
     play(scene)
+
+
+ROLLED = Rollouts(lengths_us=(9 * S, 70 * S), gaps_us=(5, 20 * S), stalls_us=(20 * S,))
+
+
+def test_lengths_and_pauses_of_rollouts_are_believed_of_the_same_job_after_a_restart(
+    play: Play,
+) -> None:
+    async def scene(folder: Path, store: Store) -> None:
+        bench = Bench(folder, store)
+        first = bench.job(1)
+        bench.step(first, replace(learned(), rollouts=ROLLED))
+        await bench.settle()
+        later = Bench(folder, store)
+        await later.book.read(store)
+        for job, believed in ((later.job(1), ROLLED), (later.job(2, name="other"), None)):
+            found = later.book.expected_of(job.id)
+            assert found is not None and found.rollouts == believed
+
+    play(scene)
+
+
+def test_a_profile_of_an_earlier_version_is_read(play: Play) -> None:
+    async def scene(folder: Path, store: Store) -> None:
+        bench = Bench(folder, store)
+        bench.step(bench.job(1), learned())
+        await bench.settle()
+        (row,) = await store.run(profiles.newest, partition="rlvr")
+        assert {**row.learned, "rollouts": None} == row.learned
+        del row.learned["rollouts"]
+        assert msgspec.convert(row.learned, Learned) == learned()
+
+    play(scene)
+
+
+def test_the_core_tells_what_it_has_learned_of_rollouts(tmp_path: Path) -> None:
+    prior, policy = SwitchCosts(), find_policy("atc_h")
+    core = LearningCore(policy, path=tmp_path / "j" / "1.jsonl", prior=prior)
+    wpg, deployment, cause = ROLLOUT, sampled(1, "s"), CauseId("test")
+    core.handle(WpgHeld(wpg=wpg, at_us=0, cause=cause))
+    core.handle(WpgUp(wpg=wpg.id, at_us=0, cause=cause))
+    core.handle(DeploymentPlaced(deployment=deployment, at_us=0, cause=cause))
+    asked = call(deployment, FunctionKind.SAMPLE, 0)
+    core.handle(CallArrived(call=asked, at_us=S, cause=cause))
+    core.plan(S, cause)
+    core.handle(SwitchEnded(wpg=wpg.id, ok=True, at_us=2 * S, cause=cause))
+    core.plan(2 * S, cause)
+    core.handle(RunEnded(wpg=wpg.id, call=asked.id, part=0, ok=True, at_us=9 * S, cause=cause))
+    assert core.learner.rollouts_of(JobId(1)) == Rollouts(lengths_us=(7 * S,))
+    core.close()
 
 
 def test_ones_own_jobs_count_before_those_of_others_and_newer_before_older(play: Play) -> None:

@@ -67,7 +67,7 @@ def make_sample(**fields: Any) -> wire.Sample:
 
 async def paused(rollout: Rollout, body: wire.Sample) -> wire.Paused | wire.SampleOutput:
     """The call, paused when it has sampled at least 20 tokens more."""
-    (slot,) = rollout.engine._slots.values()
+    (slot,) = rollout.engine._slots
     task = asyncio.create_task(rollout.engine.sample("call", body))
     states = slot.engine.output_processor.request_states
     while not task.done() and all(s.detokenizer.num_output_tokens() < 20 for s in states.values()):
