@@ -205,7 +205,7 @@ class Turns:
                 self._told.setdefault(job, (kinds, 0))
                 continue
             new = told is None or told[0] != kinds
-            if new or told is None or at_us - told[1] >= WRITE_US:
+            if new or told is None or not 0 <= at_us - told[1] < WRITE_US:
                 changes.append((job, sentences, new))
                 self._told[job] = (kinds, at_us)
             if len(changes) == MOST_WRITES:
