@@ -108,11 +108,14 @@ class Pools:
     #: GPUs and memory of one node, for the memory of a new group.
     node_gpus: int
     node_bytes: int
+    #: Disks of one node for images beyond its memory.
+    nvme_bytes: int = 0
     groups: dict[int, Group] = field(default_factory=dict)
 
     def host_bytes(self, gpus: int) -> int:
         """What images may take on the nodes of a WPG of so many GPUs."""
-        return int(MEMORY_SHARE * self.node_bytes * gpus / self.node_gpus)
+        node_bytes = MEMORY_SHARE * self.node_bytes + self.nvme_bytes
+        return int(node_bytes * gpus / self.node_gpus)
 
 
 class Why(StrEnum):

@@ -36,7 +36,10 @@ class QueueRules:
         """Why this user may not ask for a QOS; ``None``: it is right."""
         qos = self.limits.found(name)
         if qos is None:
-            return f"unknown qos {name[:60]!r}; this partition has {self.known_qos}"
+            return (
+                f"unknown qos {name[:60]!r}; this partition has {self.known_qos}: submit with one "
+                f"of these"
+            )
         if not qos.admits(user, account):
             return (
                 f"qos {qos.name} is not for user {user} in account {account or 'default'}: leave "

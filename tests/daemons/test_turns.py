@@ -469,6 +469,7 @@ def test_a_qos_of_plain_sbatch_is_judged_in_the_queue(play: Callable[..., None])
         assert (fast.options, wrong.options) == ({"qos": "fast"}, {"qos": "nope"})
         assert await q.look() == [fast.id]
         assert q.words() == {JobId(wrong.id): "InvalidQOS"}
-        assert (await q.row(JobId(wrong.id))).reason.startswith("unknown qos 'nope'")
+        told = "unknown qos 'nope'; this partition has fast, normal, slow: submit with one of these"
+        assert (await q.row(JobId(wrong.id))).reason == told
 
     play(scene, free=9, limits=LimitRules(qos=FAST))
