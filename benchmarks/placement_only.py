@@ -65,6 +65,8 @@ class Partition:
 
     #: Whether what jobs have lost so far counts.
     allows = True
+    #: Whether thin groups are merged.
+    merges = True
 
     def __init__(self, trace: list[TraceJob], cluster: Cluster, plan: Plan) -> None:
         self.plan, self.cluster, self.now_us, self.moves = plan, cluster, 0, 0
@@ -195,7 +197,7 @@ class Partition:
             if found:
                 self._move(found)
         self._doubtful.clear()
-        while (found := merge(self.pools, plan.rules, self._may_move)) is not None:
+        while self.merges and (found := merge(self.pools, plan.rules, self._may_move)) is not None:
             self._move(found)
 
     def _allow(self) -> None:
@@ -285,6 +287,9 @@ def main() -> None:
         blind = Partition(trace, split(gpus, "2:1"), VARIANTS[0][1])
         blind.allows = False
         print(f"| {name} | what a job has lost so far does not count | {blind.run()} |", flush=True)
+        thin = Partition(trace, split(gpus, "2:1"), VARIANTS[0][1])
+        thin.merges = False
+        print(f"| {name} | they move only for promises | {thin.run()} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from plexrl_slurm.daemons.controllers import Controllers
 from plexrl_slurm.daemons.recovery import LEASE_US
 from plexrl_slurm.daemons.service_base import Parts
 from plexrl_slurm.daemons.service_jobs import PartitionService
-from plexrl_slurm.daemons.state import LiveJob
+from plexrl_slurm.daemons.state import LiveJob, LiveSession
 from plexrl_slurm.daemons.turns import Turns
 from plexrl_slurm.db import queue
 from plexrl_slurm.db.models import JobRow
@@ -66,7 +66,7 @@ class Intake:
             state = self._parts.state
             silent = now - self._parts.settings.session_timeout_us
             for session in list(state.sessions.values()):
-                if not session.finished and session.heartbeat_us < silent:
+                if not session.finished and last_heard_us(session, now) < silent:
                     say(log, "session_abandoned", session=session.id)
                     self._service.end_session(session, reason="its client fell silent")
             self._service.collect_samplers()
@@ -107,3 +107,10 @@ class Intake:
             parts.state.tokens[row.token_sha256] = job_id
         say(log, "job_admitted", job=job_id, slurm_id=job.slurm_id, homes=job.homes)
         await self._controllers.release(job)
+
+
+def last_heard_us(session: LiveSession, now_us: int) -> int:
+    """When its client was heard last; one of the future was heard just now, and no later: the
+    clock was set back."""
+    session.heartbeat_us = min(session.heartbeat_us, now_us)
+    return session.heartbeat_us

@@ -1,6 +1,5 @@
 """Where a job's deployments live: knows what is placed, and asks ``core.admission``."""
 
-import os
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 
@@ -15,10 +14,11 @@ from plexrl_slurm.core.messages import Pool
 from plexrl_slurm.core.obstacles import Obstacle, ObstacleKind
 from plexrl_slurm.core.profiles import Habits
 from plexrl_slurm.core.sites import Applicant, Partition, Site, host_need
+from plexrl_slurm.daemons.capacity import device_bytes, refuse_impossible
 from plexrl_slurm.daemons.layout import HeldWpg
 from plexrl_slurm.daemons.residents import Residents
 from plexrl_slurm.daemons.state import LiveJob, State
-from plexrl_slurm.settings import Settings, WpgSettings
+from plexrl_slurm.settings import Settings
 
 #: What a job is like on WPGs of so many GPUs, when it uses a model.
 HabitsOf = Callable[[LiveJob, str, int], Habits]
@@ -47,10 +47,9 @@ class Placer:
         self._asked: Wish | None = None
         self.rules = settings.sharing.rules
         self._promise = settings.sharing.max_slowdown
-        self._state, self._models = state, settings.models
+        self._state, self._models, self._settings = state, settings.models, settings
         self._host_bytes, self._tables = settings.host_bytes, settings.wpgs
         self._nvme_bytes = settings.nvme_bytes if settings.nvme_dir is not None else 0
-        self._memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         self.residents = Residents(
             self, state, models=settings.models, reservation=settings.queue.reservation,
             site_of=self._site,
@@ -106,6 +105,7 @@ class Placer:
         specs = [self._model(name) for name in models]
         if not specs:
             return Placement(homes={})
+        refuse_impossible(self._settings, specs)
         who = self.residents.applicant(job, specs)
         return self._place(who, self.rules, tuple(Pool), reserved=job.reserved, ground=ground)
 
@@ -209,17 +209,14 @@ class Placer:
             return host_need([image]) <= self._host_bytes
         return any(
             host_need([-(-image // table.nodes)]) <= self._host_bytes
-            and image <= self._device_bytes(table)
+            and image <= device_bytes(table)
             for table in tables
         )
-
-    def _device_bytes(self, table: WpgSettings) -> int:
-        return int(table.options.get("device_bytes", self._memory))
 
     def _site(self, held: HeldWpg) -> Site:
         return Site(
             wpg=held.wpg,
-            device_bytes=self._device_bytes(held.slot.table),
+            device_bytes=device_bytes(held.slot.table),
             host_bytes=self._host_bytes,
             nvme_bytes=self._nvme_bytes if held.wpg.pool is Pool.TRAIN else 0,
             nodes=tuple(f"{at.hold}.{at.component}.{at.node}" for at in held.places),

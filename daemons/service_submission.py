@@ -17,6 +17,7 @@ from plexrl_slurm.core.errors import (
 from plexrl_slurm.core.ids import JobId, SlurmId
 from plexrl_slurm.core.limits import NORMAL
 from plexrl_slurm.core.states import ENDED, JobState
+from plexrl_slurm.daemons.capacity import refuse_impossible
 from plexrl_slurm.daemons.job_views import PROMISE, RELEASED, RESTARTS
 from plexrl_slurm.daemons.service_sampling import SamplingCalls
 from plexrl_slurm.daemons.standings import QOS, Standings
@@ -79,6 +80,8 @@ class SubmissionCalls(SamplingCalls):
         for name in job.models:
             if self.model_named(name) is None:
                 raise UnknownModel(name, tuple(sorted(self.models)))
+        known = [self.model_named(name) for name in job.models]
+        refuse_impossible(self.settings, [model for model in known if model is not None])
         if job.account:  # else Slurm chooses one
             self.standings.check_qos(who.user, job.account, job.options)
         _check_promise(job.options)

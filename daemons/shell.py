@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Protocol, assert_never
 
 from plexrl_slurm import wire
-from plexrl_slurm.clock import now_us
+from plexrl_slurm.clock import steady_us as now_us
 from plexrl_slurm.core.errors import StorageFull
 from plexrl_slurm.core.explain import Asker, ReasonKind
 from plexrl_slurm.core.ids import CallId, CauseId, DeploymentId, WpgId

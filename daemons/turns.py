@@ -4,9 +4,11 @@ A job gets its place in memory first, then its row is claimed; if the daemon is 
 nothing has happened, and after the claim the row's lease brings it back.
 """
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import Final
 
 from plexrl_slurm.clock import now_us
@@ -41,6 +43,8 @@ log = logging.getLogger(__name__)
 WRITE_US: Final = 10_000_000
 #: Reasons that one walk writes; a transaction is not to be long.
 MOST_WRITES: Final = 100
+#: After so long others have a turn, in the middle of a walk.
+WAY_S: Final = 0.02
 #: After a walk, so many times as long as it took, there is none: thousands of jobs may wait.
 PAUSE: Final = 4
 
@@ -54,6 +58,8 @@ class _Turn:
     waits: dict[JobId, tuple[JobRow, Waits]] = field(default_factory=dict)
     #: Nobody else has had a turn since the last job was tried: nothing has changed.
     steady: bool = False
+    #: When others had a turn.
+    since_s: float = field(default_factory=monotonic)
 
 
 class Turns:
@@ -114,11 +120,19 @@ class Turns:
                 await self._claim_again(known)
             else:
                 await self._try(each, turn, passing.looks_at(each))
+            await self._give_way(turn)
         for each in list(passing.later):
             await self._try(each, turn, passing.looks_again(each), last=True)
+            await self._give_way(turn)
         parts.state.waiting_since_us = passing.oldest_us
         self._book.write(jobs, at_us, passing)
         await self._say(turn.waits, at_us)
+
+    async def _give_way(self, turn: "_Turn") -> None:
+        """Calls that come meanwhile do not wait for the whole pass."""
+        if monotonic() - turn.since_s >= WAY_S:
+            await asyncio.sleep(0)
+            turn.since_s, turn.steady = monotonic(), False
 
     async def _try(
         self, each: Queued, turn: "_Turn", waits: Waits | None, *, last: bool = False
@@ -205,7 +219,7 @@ class Turns:
                 self._told.setdefault(job, (kinds, 0))
                 continue
             new = told is None or told[0] != kinds
-            if new or told is None or at_us - told[1] >= WRITE_US:
+            if new or told is None or not 0 <= at_us - told[1] < WRITE_US:
                 changes.append((job, sentences, new))
                 self._told[job] = (kinds, at_us)
             if len(changes) == MOST_WRITES:

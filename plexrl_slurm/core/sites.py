@@ -311,3 +311,17 @@ def could_hold(site: Site, image_bytes: int) -> bool:
     """Whether the site would have room for this image if it were empty."""
     share = -(-image_bytes // len(site.at))
     return image_bytes <= site.device_bytes and host_need([share]) <= site.host_bytes
+
+
+def needed_by(site: Site, image_bytes: Sequence[int]) -> int:
+    """Bytes of some images, and of a spare slab, on all nodes of a site together."""
+    return host_need([-(-image // len(site.at)) for image in image_bytes]) * len(site.at)
+
+
+def most_for(site: Site, image_bytes: Sequence[int]) -> int:
+    """Of one image, the bytes that it may have on the site if it is empty; of several, what
+    :func:`needed_by` may be."""
+    nodes, largest = len(site.at), max(image_bytes)
+    if len(image_bytes) == 1:
+        return min(site.device_bytes, site.host_bytes * nodes // 2)
+    return images_room(site, -(-largest // nodes)) * nodes

@@ -96,6 +96,7 @@ class Bench:
                 queue=QueueSettings(),
                 sharing=SharingSettings(),
                 tls_ca=None,
+                wpgs=(),
             ),
             epoch="daemon-1",
             store=self.store,
