@@ -46,6 +46,18 @@ def _hardware(command: Any) -> Any:
             metavar="GB/S", help="Between one GPU and host memory.",
         ),
         click.option(
+            "--shared-bandwidth", type=Number(0.01), default=5.0, show_default=True,
+            metavar="GB/S", help="Between one node and the shared file system.",
+        ),
+        click.option(
+            "--node-nvme", type=Number(0), default=0.0, show_default=True, metavar="GB",
+            help="Disks of a node for images beyond its memory; what comes back is waited for.",
+        ),
+        click.option(
+            "--nvme-bandwidth", type=Number(0.01), default=6.0, show_default=True,
+            metavar="GB/S", help="From the disks of a node to its memory.",
+        ),
+        click.option(
             "--compress", type=Number(0.001), default=1.0,
             show_default=True, help="Jobs arrive so many times as fast.",
         ),
@@ -63,8 +75,20 @@ def _hardware(command: Any) -> Any:
             help="Mean time between losses of a node; 0: none is lost.",
         ),
         click.option(
+            "--hold-hours", type=Number(0), default=0.0, show_default=True,
+            help="Time limit of a hold, which begins again on the same nodes; 0: it has none.",
+        ),
+        click.option(
+            "--renew-minutes", type=Number(0), default=5.0, show_default=True,
+            help="From the end of a hold to its engines' start in the next.",
+        ),
+        click.option(
             "--margin", type=Number(0, 2), default=0.9, show_default=True,
             help="Share of a promised slowdown that fit lets a prediction use.",
+        ),
+        click.option(
+            "--most", type=click.IntRange(1), default=6, show_default=True, metavar="JOBS",
+            help="On one training WPG.",
         ),
         click.option(
             "--widest", type=Number(1), default=2.0, show_default=True, metavar="TIMES",
@@ -286,15 +310,20 @@ def _runs(
         split(given["gpus"], given["split"]),
         node_bytes=int(given["node_memory"] * 1e9),
         gpu_bytes_per_s=int(given["bandwidth"] * 1e9),
+        shared_bytes_per_s=int(given["shared_bandwidth"] * 1e9),
+        nvme_bytes=int(given["node_nvme"] * 1e9),
+        nvme_bytes_per_s=int(given["nvme_bandwidth"] * 1e9),
     )
     runs = []
     for number, (policy, placement) in enumerate(pairs, 1):
         plan = Plan(
             policy=policy,
-            rules=Rules(margin=given["margin"]),
+            rules=Rules(margin=given["margin"], most=given["most"]),
             guard_us=int(given["guard_hours"] * _HOUR_US),
             guess_sigma=given["guess_sigma"],
             node_loss_hours=given["node_loss_hours"],
+            hold_limit_us=int(given["hold_hours"] * _HOUR_US),
+            renew_us=int(given["renew_minutes"] * 60_000_000),
             widest=given["widest"],
             scaling=given["scaling"],
             seed=given["seed"],

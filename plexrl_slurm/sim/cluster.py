@@ -24,6 +24,9 @@ class Cluster:
     node_bytes: int = 1500 * GB
     #: Between one GPU and host memory, one way, pinned.
     gpu_bytes_per_s: int = 50 * GB
+    #: Disks of a node for images that host memory has no room for, and how fast those come back.
+    nvme_bytes: int = 0
+    nvme_bytes_per_s: int = 6 * GB
     #: Between one node and the shared file system, one way.
     shared_bytes_per_s: int = 5 * GB
 
@@ -60,6 +63,10 @@ class Plan:
     node_loss_hours: float = 0.0
     #: From the loss of a node to its WPG with a new one.
     restart_us: int = 300_000_000
+    #: Time limit of a hold, which ends then and begins again on the same nodes; 0: none has one.
+    hold_limit_us: int = 0
+    #: From the end of a hold to its engines' start in the next one.
+    renew_us: int = 300_000_000
     seed: int = 1
 
 
