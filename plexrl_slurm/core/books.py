@@ -51,6 +51,8 @@ class Books:
     placed: dict[JobId, int] = field(default_factory=dict)
     #: The newest sampling phase of each job, wherever it is.
     rollouts: dict[JobId, Phase] = field(default_factory=dict)
+    #: WPGs that were last kept for a job: whether they still should be is seen when it samples.
+    keepers: dict[JobId, Lane] = field(default_factory=dict)
     #: Busy time of each job on each WPG.
     attained_us: dict[tuple[WpgId, JobId], int] = field(default_factory=dict)
     #: Counts runs, for the order of turns.
@@ -121,6 +123,13 @@ class Books:
         phase = self.rollouts[entry.call.job] = lane.phase(tenant, entry.call.job)
         phase.wait(entry.call.kind, entry.ready_us, self.estimates, self.hold_us, tenant.key)
         lane.waiting[tenant.key] = tenant
+        if (keeper := self.keepers.pop(entry.call.job, None)) is not None and keeper is not lane:
+            self.touch(keeper)
+
+    def samples_wait(self, job: JobId) -> bool:
+        """Whether a rollout of ``job`` waits for its WPG, and nothing of it runs."""
+        phase = self.rollouts.get(job)
+        return phase is not None and phase.waiting > 0 and phase.running == 0
 
     def drop_sample(self, lane: Lane, tenant: Tenant, entry: Entry) -> None:
         """A waiting sample waits no more."""
@@ -340,5 +349,6 @@ class Books:
             del self.placed[deployment.job]
             self.estimates.forget(deployment.job)
             self.rollouts.pop(deployment.job, None)
+            self.keepers.pop(deployment.job, None)
             for key in [key for key in self.attained_us if key[1] == deployment.job]:
                 del self.attained_us[key]

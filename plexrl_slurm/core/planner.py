@@ -148,6 +148,8 @@ class Planner:
         phase = lane.phase(tenant, tenant.last_job)
         if phase.last_kind in _LAST and shared.waits_elsewhere(lane, tenant.last_job):
             return None  # it would wait for itself
+        if phase.last_kind is FunctionKind.PUBLISH and self.books.samples_wait(tenant.last_job):
+            return None  # what it asks next follows its samples, and those wait for a WPG
         until_us = phase.hold_until_us(self.books.estimates, self.books.hold_us)
         if phase.waiting or until_us is None or until_us <= lane.now_us:
             return None
@@ -240,6 +242,8 @@ class Planner:
         choice, tenant = chosen
         if choice.winner.virtual:
             lane.kept_until_us = self.held_until_us(lane)
+            if lane.resident is not None:
+                self.books.keepers[lane.resident.last_job] = lane
         elif rivals and lane.tenants.get(tenant.key) is not tenant:
             self._give_way(lane, tenant, cause, out)
         else:

@@ -390,6 +390,35 @@ def test_a_tick_that_comes_before_the_end_of_a_new_hold_asks_for_another(train: 
     assert short(train.tick()) == ["switch a -> b"]
 
 
+def kept(train: Hand, sampler: str) -> Hand:
+    """Two WPGs: one has samples, and the other is kept for job 1, which has published its
+    weights and as a rule trains again at once; job 2 wants to train there."""
+    train.work(*calls_of("b", CREATE))
+    train.arrive(*calls_of("a", CREATE))
+    train.switched()
+    train.end(*calls_of("a", CREATE))
+    for first in (1, 4, 7):
+        train.later(0.3).work(*calls_of("a", FB, OPTIM, PUBLISH, first=first))
+    train.at(ROLLOUT).held()
+    train.place(S, T)
+    train.up()
+    train.arrive(*samples(sampler, 0))
+    train.switched()
+    assert train.at(TRAIN).arrive(*calls_of("b", FB, first=1)) == []
+    return train
+
+
+def test_nobody_is_waited_for_whose_samples_wait_themselves(train: Hand) -> None:
+    hand = kept(train, "t")
+    assert short(hand.later(0.01).arrive(*samples("s", 0))) == ["switch a -> b"]
+
+
+def test_a_job_whose_samples_run_is_waited_for(train: Hand) -> None:
+    hand = kept(train, "s")
+    assert short(hand.later(0.01).arrive(*samples("s", 1))) == ["run s/1"]
+    assert "kept for job 1" in hand.core.explain(B.id).sentence
+
+
 # -- the daemon comes back ----------------------------------------------------------------
 
 
