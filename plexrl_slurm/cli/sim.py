@@ -66,6 +66,10 @@ def _hardware(command: Any) -> Any:
             help="Mean time between losses of a node; 0: none is lost.",
         ),
         click.option(
+            "--hold-hours", type=Number(0), default=0.0, show_default=True,
+            help="Time limit of a hold, at which the next takes over; 0: none.",
+        ),
+        click.option(
             "--margin", type=Number(0, 2), default=0.9, show_default=True,
             help="Share of a promised slowdown that fit lets a prediction use.",
         ),
@@ -300,6 +304,7 @@ def _runs(
             guard_us=int(given["guard_hours"] * _HOUR_US),
             guess_sigma=given["guess_sigma"],
             node_loss_hours=given["node_loss_hours"],
+            hold_hours=given["hold_hours"],
             widest=given["widest"],
             scaling=given["scaling"],
             seed=given["seed"],

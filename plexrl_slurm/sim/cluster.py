@@ -56,7 +56,9 @@ class Plan:
     regroup_us: int = HOUR_US // 2
     #: Mean time between two losses of a node; 0: none is lost.
     node_loss_hours: float = 0.0
-    #: From the loss of a node to its WPG with a new one.
+    #: Time limit of a hold, at which another takes over; 0: none.
+    hold_hours: float = 0.0
+    #: From the loss of a node to its WPG with a new one, and from a hold to its WPGs' ranks.
     restart_us: int = 300_000_000
     seed: int = 1
 

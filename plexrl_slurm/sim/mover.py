@@ -81,6 +81,16 @@ class Mover:
         """Whether it is being emptied or relieved: then it is not given back by others."""
         return group in self._busy
 
+    def claim(self, group: int) -> bool:
+        """Let nobody be moved from there, unless that is under way."""
+        free = group not in self._busy
+        self._busy.add(group)
+        return free
+
+    def free(self, group: int) -> None:
+        """What :meth:`claim` kept away may begin."""
+        self._busy.discard(group)
+
     def drained(self, wpg: WpgId) -> None:
         """Nothing is under way there: the images are copied."""
         world = self._world

@@ -53,6 +53,7 @@ from plexrl_slurm.sim.mover import Mover
 from plexrl_slurm.sim.profiles import Profiles
 from plexrl_slurm.sim.promises import Promises
 from plexrl_slurm.sim.records import Record, Stretch
+from plexrl_slurm.sim.renewals import Renewals
 from plexrl_slurm.sim.trace import TraceJob
 
 CAUSE: Final = CauseId("sim")
@@ -60,7 +61,7 @@ _HOUR_US: Final = 3_600_000_000
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class _Device:
+class Device:
     """A WPG's hardware."""
 
     wpg: Wpg
@@ -69,10 +70,14 @@ class _Device:
     #: Loss of a node ends everything of an earlier life.
     life: int = 0
     held_us: int = 0
+    #: Of that, time for which two holds had it.
+    twice_us: int = 0
 
 
 class World:
     """One run of one trace."""
+
+    keeps_empty = False  # whether a training WPG on which nobody lives stays held
 
     def __init__(
         self, trace: list[TraceJob], cluster: Cluster, plan: Plan, *, chart: bool = False
@@ -94,9 +99,9 @@ class World:
         self.backlog = Backlog(
             backfill=plan.backfill, guard_us=plan.guard_us, depth=plan.depth, joins_first=fit
         )
+        jobs = {JobId(number): SimJob.of(number, job) for number, job in enumerate(trace, 1)}
         self.records = {
-            JobId(number): Record(job=SimJob.of(number, job), submit_us=job.submit_us)
-            for number, job in enumerate(trace, 1)
+            n: Record(job=job, submit_us=job.trace.submit_us) for n, job in jobs.items()
         }
         self.now_us = 0
         #: Events handled, and plans made.
@@ -109,7 +114,7 @@ class World:
         self._group_us: dict[int, int] = {}
         self._busy_us: dict[tuple[int, JobId], int] = defaultdict(int)
         self._controllers: dict[JobId, Controller] = {}
-        self._devices: dict[WpgId, _Device] = {}
+        self._devices: dict[WpgId, Device] = {}
         self._calls: dict[CallId, tuple[Call, int]] = {}
         #: Training calls of each job that may run again, in their order.
         self._kept: dict[JobId, deque[CallId]] = {}
@@ -122,7 +127,7 @@ class World:
         self.images: dict[DeploymentId, tuple[int, int]] = {}
         #: Groups whose promises are to be looked at again.
         self.doubtful: set[int] = set()
-        self.mover = Mover(self)
+        self.mover, self.renewals = Mover(self), Renewals(self)
         self._rng = np.random.default_rng(plan.seed)
         self._pass = False
         for number, record in self.records.items():
@@ -183,7 +188,8 @@ class World:
                 case Forget(deployment=name, progress=(seq, _)):
                     self._forget(JobId(int(name.partition("-")[2])), seq)
                 case Drained(wpg=wpg):
-                    self.mover.drained(wpg)
+                    if not self.renewals.drained(wpg):
+                        self.mover.drained(wpg)
                 case WakeAt(at_us=at_us):
                     self.at(max(at_us, self.now_us), self._tick)
                 case _:
@@ -436,18 +442,23 @@ class World:
         """Hold a WPG, which is up at once."""
         wpg = Wpg(id=name, pool=pool, gpus=gpus)
         group = int(name.partition("-")[2]) if pool is Pool.TRAIN else -1
-        self._devices[name] = _Device(wpg=wpg, group=group, held_us=self.now_us)
+        self._devices[name] = Device(wpg=wpg, group=group, held_us=self.now_us)
         self.send(WpgHeld(wpg=wpg, at_us=self.now_us, cause=CAUSE))
         self.send(WpgUp(wpg=name, at_us=self.now_us, cause=CAUSE))
         self._count_held(pool, gpus)
         self._arm_loss(name)
+        self.renewals.held(name)
+
+    def device(self, name: WpgId) -> Device | None:
+        """Of a WPG that is held."""
+        return self._devices.get(name)
 
     def release(self, name: WpgId) -> int:
         """Give a WPG back; the GPU-microseconds that it was held for."""
         self.send(WpgReleased(wpg=name, at_us=self.now_us, cause=CAUSE))
         device = self._devices.pop(name)
         self._count_held(device.wpg.pool, -device.wpg.gpus)
-        return (self.now_us - device.held_us) * device.wpg.gpus
+        return (self.now_us - device.held_us + device.twice_us) * device.wpg.gpus
 
     def _count_held(self, pool: Pool, gpus: int) -> None:
         at_us, train, rollout = self.held[-1]
@@ -469,7 +480,7 @@ class World:
         hours = self._rng.exponential(self.plan.node_loss_hours / nodes)
         self.at(self.now_us + int(hours * _HOUR_US), self._lost, name, device)
 
-    def _lost(self, name: WpgId, device: _Device) -> None:
+    def _lost(self, name: WpgId, device: Device) -> None:
         if self._devices.get(name) is not device:
             return
         device.life += 1
@@ -478,7 +489,7 @@ class World:
         )
         self.at(self.now_us + self.plan.restart_us, self._back, name, device)
 
-    def _back(self, name: WpgId, device: _Device) -> None:
+    def _back(self, name: WpgId, device: Device) -> None:
         if self._devices.get(name) is device:
             self.send(WpgUp(wpg=name, at_us=self.now_us, cause=CAUSE))
             self._arm_loss(name)
