@@ -111,7 +111,7 @@ class Lifetimes:
         if not world.has(name, device):
             del self._renewing[name]
             return
-        if device.wpg.pool is Pool.TRAIN and not world.pools.groups[device.group].members:
+        if self._is_empty(device):
             del self._renewing[name]
             world.mover.free(device.group)
             world.give_back(device.group)
@@ -131,5 +131,12 @@ class Lifetimes:
         self._arm_renewal(name, device)
         if device.wpg.pool is Pool.TRAIN:
             world.mover.free(device.group)
-            if not world.pools.groups[device.group].members:
+            if self._is_empty(device):
                 world.give_back(device.group)
+
+    def _is_empty(self, device: "Device") -> bool:
+        """Whether it need not be held any more."""
+        world = self._world
+        if device.wpg.pool is not Pool.TRAIN or world.keeps_empty:
+            return False
+        return not world.pools.groups[device.group].members

@@ -75,6 +75,9 @@ class Device:
 class World:
     """One run of one trace."""
 
+    #: Whether a training WPG on which nobody lives stays held.
+    keeps_empty = False
+
     def __init__(
         self, trace: list[TraceJob], cluster: Cluster, plan: Plan, *, chart: bool = False
     ) -> None:

@@ -5,9 +5,10 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from plexrl_slurm.core.messages import Activity, Pool
+from plexrl_slurm.core.ids import WpgId
+from plexrl_slurm.core.messages import Activity, Pool, Wpg
 from plexrl_slurm.sim.cluster import Cluster, Plan
-from plexrl_slurm.sim.run import Ran, simulate
+from plexrl_slurm.sim.run import Ran, simulate, simulate_held
 from tests.sim.traces import alike, job
 
 CLUSTER = Cluster(train_gpus=16, rollout_gpus=48)
@@ -99,3 +100,19 @@ def test_disks_that_are_not_needed_cost_nothing() -> None:
     plain = run(3).figures
     roomy = run(3, replace(CLUSTER, nvme_bytes=10**13)).figures
     assert replace(roomy, wall_seconds=0.0) == replace(plain, wall_seconds=0.0)
+
+
+def test_wpgs_of_a_configuration_are_renewed_too_and_stay_held() -> None:
+    wpgs = [
+        Wpg(id=WpgId("train-0"), pool=Pool.TRAIN, gpus=8),
+        Wpg(id=WpgId("rollout-0"), pool=Pool.ROLLOUT, gpus=8),
+    ]
+    first, last = alike(2, steps=20)
+    # Nobody is there when the first renewal comes.
+    trace = [first, msgspec.structs.replace(last, submit_us=10 * 60 * MINUTE_US)]
+    plan = Plan(hold_limit_us=60 * MINUTE_US, renew_us=MINUTE_US)
+    found = simulate_held(trace, wpgs, CLUSTER, plan=plan)
+    assert found.figures.steps == 40
+    assert found.figures.renewals >= 2 * 9
+    held_us = 16 * found.figures.makespan_us
+    assert sum(found.world.gpu_us.values()) == pytest.approx(held_us, rel=0.01)

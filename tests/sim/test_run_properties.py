@@ -57,12 +57,19 @@ class Watched(World):
 @effort(25)
 @given(
     trace=TRACES, policy=st.sampled_from(sorted(POLICIES)), seed=st.integers(0, 99),
-    losses=st.sampled_from([0.0, 0.0, 0.5]),
+    losses=st.sampled_from([0.0, 0.0, 0.5]), holds=st.sampled_from([0.0, 0.0, 0.05]),
 )  # fmt: skip
 def test_every_job_ends_and_trains_on_weights_one_step_old_at_most(
-    trace: list[TraceJob], policy: str, seed: int, losses: float
+    trace: list[TraceJob], policy: str, seed: int, losses: float, holds: float
 ) -> None:
-    plan = Plan(policy=policy, seed=seed, node_loss_hours=losses, restart_us=1_000_000)
+    plan = Plan(
+        policy=policy,
+        seed=seed,
+        node_loss_hours=losses,
+        restart_us=1_000_000,
+        hold_limit_us=int(holds * 3_600_000_000),
+        renew_us=1_000_000,
+    )
     world = Watched(sorted(trace, key=lambda each: (each.submit_us, each.id)), CLUSTER, plan)
     world.run()
     for number, record in world.records.items():
