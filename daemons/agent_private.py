@@ -9,7 +9,8 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +18,8 @@ from plexrl_slurm.daemons import left_behind
 
 _PREFIX: Final = "plexrl-agent-"
 _LOCK: Final = "agent.lock"
+#: A socket's path may have 107 characters, and vLLM's have a name of 36 in the folder.
+_LONGEST: Final = 70
 
 
 class PrivateFolder:
@@ -32,7 +35,7 @@ class PrivateFolder:
 
     def close(self) -> None:
         """The agent ends."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        _delete(self.path)
         os.close(self._lock)
 
 
@@ -57,9 +60,33 @@ def tidy(*, say: Callable[[str], None]) -> None:
             left_behind.remove(file for file in found if file not in mapped)
             if mapped.isdisjoint(found):  # else a rank still lives, and the next agent looks again
                 say(str(folder))
-                shutil.rmtree(folder, ignore_errors=True)
+                _delete(folder)
         finally:
             os.close(lock)
+
+
+def scratch(folder: Path, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Variables that have a rank's libraries put their temporary files into the agent's folder: a
+    killed vLLM leaves sockets and files, which go with it."""
+    if len(str(folder)) > _LONGEST:
+        return {}
+    compiled = Path(tempfile.gettempdir()) / f"torchinductor_{os.geteuid()}"
+    return {
+        "TMPDIR": str(folder),
+        # Worth more than one agent's life.
+        "TORCHINDUCTOR_CACHE_DIR": environment.get("TORCHINDUCTOR_CACHE_DIR", str(compiled)),
+    }
+
+
+def _delete(folder: Path) -> None:
+    """The lock last: without it nobody would know the rest for a dead agent's."""
+    with suppress(OSError):
+        for each in folder.iterdir():
+            if each.is_dir() and not each.is_symlink():
+                shutil.rmtree(each, ignore_errors=True)
+            elif each.name != _LOCK:
+                each.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_mine(path: Path, kind: Callable[[int], bool]) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from plexrl_slurm.clock import now_us
-from plexrl_slurm.daemons import left_behind
+from plexrl_slurm.daemons import agent_private, left_behind
 from plexrl_slurm.engines import ranklink
 from plexrl_slurm.engines.base import TRAIN_ENGINES
 from plexrl_slurm.logs import say
@@ -252,6 +252,7 @@ class Gang:
             "TOKENIZERS_PARALLELISM": "false",
             # A rank of an earlier start may live on and write.
             WRITER: meeting.name or f"{self._writer}.{self.incarnation}",
+            **agent_private.scratch(self._specs),
         }
         if self._devices:
             environment["CUDA_VISIBLE_DEVICES"] = self._devices

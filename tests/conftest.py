@@ -10,9 +10,13 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import leavings
+
 ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT / "tests" / "golden"
 _VERDICT = pytest.StashKey[int]()
+_FOLDER = pytest.StashKey[Path | None]()
+_LEFT = pytest.StashKey[list[str]]()
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / ".cache" / "torch_extensions"))
@@ -73,6 +77,11 @@ def _promised() -> set[str]:
     return names
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """A folder for temporary files of this run and its workers."""
+    config.stash[_FOLDER] = leavings.begin()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--bless", action="store_true", help="rewrite golden files")
 
@@ -120,8 +129,19 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Remember the verdict for :func:`pytest_unconfigure`."""
+    """Clean up, and remember the verdict for :func:`pytest_unconfigure`."""
     session.config.stash[_VERDICT] = int(exitstatus)
+    folder = session.config.stash[_FOLDER]
+    session.config.stash[_LEFT] = leavings.end(folder) if folder else []
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """What was left behind; those who were killed could not do better."""
+    if left := config.stash.get(_LEFT, []):
+        terminalreporter.section("left behind, and removed")
+        terminalreporter.write("".join(f"{each}\n" for each in left))
 
 
 @pytest.hookimpl(trylast=True)

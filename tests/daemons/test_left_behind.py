@@ -1,5 +1,7 @@
 """What a killed gang's libraries leave in /dev/shm."""
 
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -77,6 +79,45 @@ def test_the_next_agent_removes_a_killed_ones_folder_and_what_its_ranks_shared_a
     assert Path(foreign).exists() and living.path.is_dir()
     living.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_only_half_deleted_is_still_known_for_a_dead_agents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = PrivateFolder()
+    for name in ("a", "z"):
+        (folder.path / name).touch()
+    (folder.path / "inner").mkdir()
+    (folder.path / "inner" / "file").touch()
+    deleted = shutil.rmtree
+
+    def killed(path: Path, **_: object) -> None:
+        if path == folder.path:
+            raise KeyboardInterrupt
+        deleted(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            folder.close()
+    assert [path.name for path in folder.path.iterdir()] == ["agent.lock"]
+    folder.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_ranks_libraries_leave_goes_with_its_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/short")
+    folder = Path("/short/plexrl-agent-12345678")
+    assert agent_private.scratch(folder, {}) == {
+        "TMPDIR": str(folder),
+        "TORCHINDUCTOR_CACHE_DIR": f"/short/torchinductor_{os.geteuid()}",
+    }
+    mine = {"TORCHINDUCTOR_CACHE_DIR": "/cache"}
+    assert agent_private.scratch(folder, mine) == {"TMPDIR": str(folder), **mine}
+    assert agent_private.scratch(folder / ("x" * 80), {}) == {}
 
 
 def test_shared_memory_of_the_same_name_that_somebody_made_since_is_not_taken_for_a_dead_ones(

@@ -5,8 +5,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -22,6 +20,7 @@ from plexrl_slurm.journal import replay
 from plexrl_slurm.settings import read_site
 from plexrl_slurm.slurm.local import LocalSlurm
 from plexrl_slurm.slurm.port import BatchJob
+from tests.scenarios.warm import Daemon, warm
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -124,16 +123,12 @@ class Partition:
         )
         self.site = read_site(self.config)
         self.slurm = LocalSlurm(self.site.jobs_dir)
-        self.daemon: subprocess.Popen[bytes] | None = None
+        self.daemon: Daemon | None = None
 
     def start(self, *, seconds: float = 60.0) -> None:
         """Start the daemon; returns when its WPGs are up."""
         with (self.folder / "daemon.log").open("ab") as log:
-            self.daemon = subprocess.Popen(
-                [sys.executable, "-m", "plexrl_slurm.daemons.partitiond", str(self.config)],
-                stdout=log,
-                stderr=log,
-            )
+            self.daemon = warm("plexrl_slurm.daemons.partitiond").start(str(self.config), log=log)
         log_file = self.folder / "daemon.log"
         wait_until(self._up, seconds=seconds, name=f"the partition to be up; see {log_file}")
 

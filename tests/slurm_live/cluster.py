@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from tests import leavings
 from tests.slurm_live import configuration, processes, services
 from tests.slurm_live.daemons import Daemons
 from tests.slurm_live.processes import ClusterError, CommandFailed, Process, wait_for
@@ -103,7 +104,7 @@ class Cluster:
     @classmethod
     def temporary(cls, **settings: Any) -> Self:
         """One in a new folder that says whose it is, after removing those of dead owners."""
-        top = Path(tempfile.gettempdir())
+        top = leavings.top()  # those of an earlier run are there as well
         for old in top.glob("plexrl-slurm-*"):
             with contextlib.suppress(OSError, ValueError, TypeError):
                 pid, started = json.loads((old / "owner.json").read_text(encoding="utf-8"))
