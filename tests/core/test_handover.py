@@ -47,6 +47,15 @@ def test_a_drain_without_a_durable_tier_ends_with_the_host_image() -> None:
     assert short(train.switched()) == ["forget a below (1, 0)", "drained train-0"]
 
 
+def test_a_save_that_fails_in_a_drain_after_its_job_has_ended_is_not_tried_again() -> None:
+    train = durable()
+    train.work(*calls_of("a", CREATE, FB))
+    assert short(train.drain()) == ["save a at (2, 0)"]
+    train.drop(A)
+    assert short(train.switched(ok=False)) == ["drained train-0"]
+    assert train.later(99).tick() == []
+
+
 def test_a_drain_of_an_idle_wpg_ends_at_once() -> None:
     assert short(durable().drain()) == ["drained train-0"]
     clean = stepped(durable())
@@ -168,7 +177,7 @@ def test_a_drain_waits_for_a_copy_that_fails_and_says_so() -> None:
     assert train.persisted(A, (1, 0), ok=False) == []
     assert train.core.explain(CallId("a/1")).sentence == (
         "WPG train-0 is being given back; the deployment moves when its state is durable; "
-        "copying its state to the durable tier has failed (1 in a row) and is tried again"
+        "copying its state to the durable tier has failed (1 in a row) and is tried again in 5.0 s"
     )
     assert train.wakes[-1] == train.now + 5 * SECOND
     assert short(train.later(5).tick()) == ["persist a at (1, 0) from train-0"]

@@ -405,43 +405,6 @@ def test_a_replay_that_a_daemon_left_half_done_goes_on(train: Hand, told: str) -
     assert short(train.end(optim)) == ["run a/3"]
 
 
-# -- explain ------------------------------------------------------------------------------
-
-
-def test_explain_names_the_seq_that_has_not_arrived(train: Hand) -> None:
-    late = calls_of("a", CREATE, FB, FB)[2]
-    train.arrive(*calls_of("a", CREATE), late)
-    train.end(*calls_of("a", CREATE))
-    assert train.core.explain(late.id).sentence == "seq 2 waits for seq 1, which has not arrived"
-
-
-def test_explain_names_who_runs_and_who_is_ahead(train: Hand) -> None:
-    train.work(*calls_of("a", CREATE))
-    train.arrive(*calls_of("a", FB, first=1))
-    train.arrive(*calls_of("b", CREATE))
-    said = train.core.explain(CallId("b/0")).sentence
-    assert said == "train-0 is running forward_backward of job 1; it is next on train-0"
-    train.arrive(*calls_of("a", FB, first=2))
-    assert train.core.explain(CallId("a/2")).sentence.startswith("seq 2 waits for seq 1")
-
-
-def test_explain_says_that_a_wpg_is_down_and_why(train: Hand) -> None:
-    train.arrive(*calls_of("a", CREATE))
-    train.down("rank 1 was killed")
-    said = train.core.explain(A.id).sentence
-    assert said == "train-0 is down: restarting (rank 1 was killed)"
-    assert "is not here" in train.core.explain(CallId("nobody")).sentence
-
-
-def test_a_view_shows_what_a_wpg_does(train: Hand) -> None:
-    train.arrive(*calls_of("a", CREATE, FB))
-    train.arrive(*calls_of("b", CREATE))
-    (view,) = train.core.views()
-    assert (view.activity, view.jobs, view.call) == (Activity.BUSY, (1,), "a/0")
-    assert (view.resident, view.running, view.queue_length) == ("a", 1, 2)
-    assert view.waiting_jobs == (1, 2)
-
-
 # -- charges ------------------------------------------------------------------------------
 
 

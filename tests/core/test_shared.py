@@ -1,5 +1,6 @@
 """WPGs that share GPUs, event by event: turns, what they cost, and what is told."""
 
+from plexrl_slurm.core.explain import Asker
 from plexrl_slurm.core.ids import WpgId
 from plexrl_slurm.core.messages import (
     Activity,
@@ -120,6 +121,9 @@ def test_memory_that_is_not_free_leaves_the_turn_and_is_tried_again() -> None:
     assert hand.awake() == ["train-0"]
     said = "rollout-0 could not have the GPUs that train-0 and rollout-0 share (40 MiB are in use)"
     assert said in hand.sentences("rollout-0")
+    asker = Asker(hand.now + 3_000_000)
+    told = hand.core.explain(ROLLOUT.id, asker).sentence
+    assert told == f"{said}; it is tried again in 2.0 s"
     # The other goes on meanwhile, from its image.
     assert short(hand.later(1).arrive(call(A, FB, 3))) == ["switch nothing -> model-1"]
     hand.switched()

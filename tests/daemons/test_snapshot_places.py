@@ -1,4 +1,4 @@
-"""Where snapshots are, as the daemon has heard, and who is told to bring them."""
+"""What the daemon knows of snapshots, and orders."""
 
 from typing import Any
 
