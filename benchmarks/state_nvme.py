@@ -110,7 +110,8 @@ def measure(slabs: Path, folder: Path, arguments: argparse.Namespace) -> dict[st
     def other(*, writing: bool) -> float | None:
         if arguments.yardstick == "fio":
             return fio(file, size, writing=writing)
-        return plain(file, space, writing=writing)
+        plain(file, space, writing=writing)
+        return None
 
     actions: dict[str, Callable[[], object]] = {
         "write": lambda: nvme.write_image(image, source, owner="o"),

@@ -229,43 +229,6 @@ def test_an_answered_call_that_cannot_run_again_breaks_the_deployment(train: Han
     assert short(train.down()) == [f"fail a/1: {reason}"]
 
 
-def test_a_replay_that_gets_on_is_never_given_up(train: Hand) -> None:
-    """Ranks are killed again and again, and every call runs well in between."""
-    create, first, second = calls_of("a", CREATE, FB, FB)
-    train.work(create, first)
-    train.arrive(second)
-    train.down()
-    for _ in range(5):
-        assert short(train.up()) == ["replay a/0"]
-        for _ in range(3):
-            train.down()
-            assert short(train.up()) == ["replay a/0"]
-        assert short(train.end(create)) == ["replay a/1"]
-        for _ in range(3):
-            train.down()
-            train.up()
-            assert short(train.end(create)) == ["replay a/1"]
-        assert short(train.end(first)) == ["run a/2"]
-        train.down(blame=False)
-    train.up()
-    train.end(create)
-    assert short(train.end(first)) == ["run a/2"]
-    assert short(train.end(second)) == ["finish a/2"]
-
-
-def test_a_call_that_runs_for_the_first_time_is_given_up_after_a_replay_too(train: Hand) -> None:
-    create, deadly = calls_of("a", CREATE, FB)
-    train.work(create)
-    train.arrive(deadly)
-    for _ in range(2):
-        train.down()
-        train.up()
-        train.down()  # of what runs again
-        train.up()
-        assert short(train.end(create)) == ["run a/1"]
-    assert short(train.down()) == ["fail a/1: its ranks died 3 times while it ran"]
-
-
 def test_one_deadly_sample_does_not_fail_the_others(rollout: Hand) -> None:
     good, deadly = samples("s", 0, 1)
     rollout.arrive(good, deadly)

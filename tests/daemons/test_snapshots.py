@@ -412,6 +412,3 @@ def test_memory_of_a_dropped_snapshot_is_kept_for_the_next_only_if_nobody_reads_
     node.store.drop(NAME)
     assert node.store.spare.read_bytes() == b"weights"
     assert node.store.fetched_names() == []
-
-
-# ---- the daemon's side -------------------------------------------------------------------------
