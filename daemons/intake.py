@@ -46,9 +46,11 @@ class Intake:
                 if not self._parts.state.draining:
                     await self._claim()
                 await self._controllers.watch()
+                self._parts.state.trouble = ""
             except PlexError as problem:
                 if not problem.retryable:
                     raise
+                self._parts.state.trouble = f"no job is admitted or ended now: {problem}"
                 say(log, "intake_waits", reason=problem)
             try:
                 async with asyncio.timeout(LOOK_S):

@@ -10,6 +10,7 @@ from plexrl_slurm.api.service import Principal
 from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import Denied, NotFound
+from plexrl_slurm.core.explain import Asker
 from plexrl_slurm.core.ids import CallId, DeploymentId, JobId, WpgId
 from plexrl_slurm.core.messages import Call, FunctionKind, Pool
 from plexrl_slurm.daemons.accounting import Accounting
@@ -81,7 +82,7 @@ class ServiceBase:
             raise Denied("this route is for a job's controller: use its API key")
         job = self.state.jobs.get(who.job)
         if job is None or job.ended:
-            raise NotFound("running job", str(who.job))
+            raise NotFound("running job", self.state.number(who.job))
         return job
 
     def session_of(self, who: Principal, session_id: str) -> LiveSession:
@@ -120,6 +121,10 @@ class ServiceBase:
             homes = {str(where): str(wpg) for where, wpg in job.homes.items()}
             self.writer.add(queue.set_homes, job.id, homes, lazy=True)
         return home
+
+    def asker(self) -> Asker:
+        """Whoever asks now, in whose words a job has Slurm's number."""
+        return Asker(self.now_us(), self.state.number)
 
     # -- accepting ---------------------------------------------------------------------------
     async def once(self, key: str, accept: Callable[[], Awaitable[T]]) -> T:

@@ -13,13 +13,13 @@ from plexrl_slurm.api.service import Outcome, Pending, Principal
 from plexrl_slurm.core.errors import BadInput, Denied, NotFound, SlurmRejected
 from plexrl_slurm.core.ids import CallId, JobId, SlurmId, WpgId
 from plexrl_slurm.core.messages import FunctionKind
-from plexrl_slurm.core.obstacles import WORDS, ObstacleKind
+from plexrl_slurm.core.obstacles import WORDS, Obstacle, ObstacleKind
 from plexrl_slurm.core.states import ENDED, JobState
 from plexrl_slurm.daemons.entries import Entry
 from plexrl_slurm.daemons.job_views import call_kinds, job_views
 from plexrl_slurm.daemons.service_queue import QueueCalls
 from plexrl_slurm.daemons.service_submission import hashed
-from plexrl_slurm.daemons.state import LiveJob, LiveSession
+from plexrl_slurm.daemons.state import LiveJob, LiveSession, Wait
 from plexrl_slurm.daemons.wpg_views import wpg_views
 from plexrl_slurm.db import calls, deployments, holds, ledger, queue
 from plexrl_slurm.db.models import CallRow, CallState, JobRow
@@ -55,7 +55,7 @@ class PartitionService(QueueCalls):
             now_us=self.now_us(),
         )
         if job.ended:
-            raise NotFound("running job", str(job.id))
+            raise NotFound("running job", job.slurm_id)
         if row.id not in self.state.sessions:
             self.state.sessions[row.id] = LiveSession(
                 id=row.id, job=job.id, heartbeat_us=self.now_us(), opened_us=row.created_us
@@ -115,7 +115,7 @@ class PartitionService(QueueCalls):
 
     def why_call_waits(self, call: CallId) -> str:
         """One sentence; "" if it runs."""
-        return self.shell.why_waits(call)
+        return self.shell.why_waits(call, self.asker())
 
     async def _ended_before(self, who: Principal, call_id: CallId) -> Outcome:
         """A training call that ended so long ago that only the database knows it."""
@@ -197,6 +197,7 @@ class PartitionService(QueueCalls):
         )
         if live is not None:
             self._drop_all(live)  # what was being accepted when it ended
+            self.state.remember(live)
             self.state.jobs.pop(job_id, None)
         self.shell.tick(flush=True)
         await self.writer.drain()
@@ -254,6 +255,11 @@ class PartitionService(QueueCalls):
         book, live = self._parts.habits, self.state.jobs.get(job_id)
         return None if book is None or live is None else book.view(live)
 
+    def _obstacle(self, each: Wait, now_us: int) -> dict[str, Any]:
+        job = each.job if isinstance(each, Obstacle) else None
+        number = None if job is None else self.state.number(job)
+        return each.view(now_us) | {"slurm_id": number}
+
     async def explain_job(self, who: Principal, job_id: JobId) -> dict[str, Any]:
         row = await self.owned(who, job_id)
         views = await self.store.read(
@@ -280,7 +286,9 @@ class PartitionService(QueueCalls):
         now_us = self.now_us()
         return {
             "job": views[0] if views else {},
-            "obstacles": [each.view(now_us) for each in self.state.obstacles.get(job_id, ())],
+            "obstacles": [
+                self._obstacle(each, now_us) for each in self.state.obstacles.get(job_id, ())
+            ],
             "habits": self._habits(job_id),
             "sentences": sentences[:20],
             "story": [
@@ -301,7 +309,7 @@ class PartitionService(QueueCalls):
 
     async def nodes(self, who: Principal) -> dict[str, Any]:
         hub, keeper = self._parts.hub, self._parts.holds
-        wpgs = [view | self._agent_side(view["id"]) for view in wpg_views(self.shell)]
+        wpgs = [view | self._agent_side(view["id"]) for view in wpg_views(self.shell, self.asker())]
         used = await asyncio.to_thread(_bytes_below, self.settings.host_dir)
         return {
             "partition": self.settings.partition,
@@ -315,8 +323,10 @@ class PartitionService(QueueCalls):
                 for sentence in (
                     self._parts.watch.trouble,
                     keeper.trouble if keeper is not None else "",
+                    self.state.trouble,
                     self.writer.trouble,
                     *(f"{node}: {stock.trouble}" for node, stock in self.tier_troubles()),
+                    *(sentence for wpg in wpgs for sentence in wpg["trouble"]),
                 )
                 if sentence
             ],
@@ -367,11 +377,14 @@ class PartitionService(QueueCalls):
             since_us=since_us,
             until_us=until_us,
         )
+        jobs = sorted({row.job_id for row in rows if row.job_id is not None})
+        numbers = await self.store.read(queue.numbers, jobs)
         return [
             {
                 "wpg": row.wpg,
                 "activity": str(row.activity),
                 "job_id": row.job_id,
+                "slurm_id": None if row.job_id is None else numbers.get(row.job_id),
                 "call_id": row.call_id,
                 "kind": self._kind(row.call_id),
                 "start_us": row.start_us,

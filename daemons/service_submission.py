@@ -262,7 +262,7 @@ class SubmissionCalls(SamplingCalls):
         while True:
             if (job := self.state.jobs.get(self.state.tokens.get(sha256, JobId(-1)))) is not None:
                 return job
-            row = await self.store.run(queue.by_token, sha256)
+            row = await self.store.read(queue.by_token, sha256)
             if row is None or row.state in ENDED or row.partition != self.settings.partition:
                 return None
             if self.now_us() > until:
@@ -290,7 +290,7 @@ class SubmissionCalls(SamplingCalls):
 
     async def owned(self, who: Principal, job_id: JobId) -> JobRow:
         """The row of a job of the caller's; an admin may see all."""
-        row = await self.store.run(queue.get, job_id)
+        row = await self.store.read(queue.get, job_id)  # no write has to end first
         if row.partition != self.settings.partition or not (who.admin or row.uid == who.uid):
             raise NotFound("job", row.slurm_id or str(job_id))
         return row

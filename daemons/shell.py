@@ -12,7 +12,7 @@ from typing import Protocol, assert_never
 from plexrl_slurm import wire
 from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.errors import StorageFull
-from plexrl_slurm.core.explain import ReasonKind
+from plexrl_slurm.core.explain import Asker, ReasonKind
 from plexrl_slurm.core.ids import CallId, CauseId, DeploymentId, WpgId
 from plexrl_slurm.core.messages import (
     AnyEvent,
@@ -448,12 +448,12 @@ class Shell:
         """A stored result."""
         return wire.decode_result(result)
 
-    def why_waits(self, call: CallId) -> str:
+    def why_waits(self, call: CallId, asker: Asker) -> str:
         """What a call waits for; "" if it runs."""
         entry = self.entries.get(call)
         if entry is not None and entry.call.deployment not in self.deployments:
             return "its weights are not there yet"
-        reasons = self.core.explain(call).reasons
+        reasons = self.core.explain(call, asker).reasons
         # One that the core does not know has ended, and its end is being written down.
         said = (ReasonKind.RUNNING, ReasonKind.UNKNOWN)
         return "; ".join(reason.sentence for reason in reasons if reason.kind not in said)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from plexrl_slurm.core.ids import CallId, DeploymentId, JobId, SlurmId, WpgId
 from plexrl_slurm.core.limits import Held
@@ -11,6 +11,8 @@ from plexrl_slurm.core.obstacles import Obstacle
 
 #: Why a job waits: for room, or for its turn.
 Wait: TypeAlias = Obstacle | Held
+
+_PAST: Final = 1000
 
 
 @dataclass(slots=True, eq=False)
@@ -139,3 +141,18 @@ class State:
     obstacles: dict[JobId, tuple[Wait, ...]] = field(default_factory=dict)
     #: Since when the oldest job has waited that found no place; ``None``: nobody waits so.
     waiting_since_us: int | None = None
+    #: Why nobody is let in or out now; "" if all is well.
+    trouble: str = ""
+    #: What the last jobs that ended were called.
+    past: dict[JobId, str] = field(default_factory=dict)
+
+    def number(self, job: JobId) -> str:
+        """What its user calls a job."""
+        live = self.jobs.get(job)
+        return (live.slurm_id if live is not None else self.past.get(job)) or f"(row {job})"
+
+    def remember(self, job: LiveJob) -> None:
+        """It ends, and may still be spoken of."""
+        self.past[job.id] = job.slurm_id
+        if len(self.past) > _PAST:
+            del self.past[next(iter(self.past))]

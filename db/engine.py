@@ -52,13 +52,17 @@ _REMEDIES = (
 )  # fmt: skip
 
 
-def open_database(url: str, *, patience_us: int = PATIENCE_US) -> Engine:
-    """Connect to ``url`` once, and return the engine. Called by daemons, the CLI and tests."""
+def open_database(url: str, *, patience_us: int = PATIENCE_US, read_only: bool = False) -> Engine:
+    """Connect to ``url`` once, and return the engine. Called by daemons, the CLI and tests.
+
+    ``read_only``: it is not waited for that somebody else's writing ends.
+    """
     parsed = _parse(url)
     engine = _sqlite(parsed, patience_us) if _is_sqlite(parsed) else _postgres(parsed, patience_us)
     try:
         with database_errors(engine), engine.connect() as connection:
-            connection.exec_driver_sql("SELECT 1")
+            asked = connection.execution_options(plexrl_read_only=read_only)
+            asked.exec_driver_sql("SELECT 1")
     except BaseException:
         engine.dispose()
         raise

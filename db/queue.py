@@ -349,6 +349,12 @@ def by_token(session: Session, token_sha256: str) -> JobRow | None:
     return session.scalars(asked.execution_options(**_FRESH)).one_or_none()
 
 
+def numbers(session: Session, jobs: Collection[int]) -> dict[int, str | None]:
+    """Slurm's numbers of rows."""
+    asked = select(JobRow.id, JobRow.slurm_id).where(JobRow.id.in_(jobs))
+    return {row: number for row, number in session.execute(asked)}
+
+
 def by_slurm_id(session: Session, *, partition: str, slurm_id: SlurmId) -> JobRow | None:
     """The newest job bound to a Slurm id (Slurm uses its numbers again after years)."""
     asked = (

@@ -148,9 +148,10 @@ def summary_of(session: Session, job_id: JobId) -> str:
     ``saved`` is the percentage that the report ``savings`` gives.
     """
     used = ledger.totals(session, job_id=job_id)
+    number = queue.get(session, job_id).slurm_id or f"(row {job_id})"
     seconds = {activity: f"{gpu_us / 1e6:.1f}" for activity, gpu_us in used.items()}
     text = (
-        f"plexrl: job {job_id}, busy {seconds[Activity.BUSY]} GPU-s, "
+        f"plexrl: job {number}, busy {seconds[Activity.BUSY]} GPU-s, "
         f"switch {seconds[Activity.SWITCH]}, kept {seconds[Activity.KEPT]}"
     )
     saved = _saved_percent(session, job_id, bill=sum(used.values()))

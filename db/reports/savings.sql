@@ -5,6 +5,7 @@
 --             evenly among the jobs that live there and run; what does not divide goes to the
 --             lowest job id; idle time while none of them runs is nobody's.
 -- saved       dedicated - bill - idle_share. A job still running counts up to the last stretch.
+-- slurm_id is the number that all commands take; job_id the row of this database.
 WITH latest AS (
     SELECT h.partition, MAX(l.stop_us) AS stop_us
     FROM ledger AS l
@@ -95,7 +96,7 @@ stepped AS (
     GROUP BY job_id
 ),
 joined AS (
-    SELECT j.partition, j.id AS job_id, j.name, j."user", j.account, j.state,
+    SELECT j.partition, j.slurm_id, j.id AS job_id, j.name, j."user", j.account, j.state,
            r.hi - r.lo AS ran_us,
            COALESCE(c.busy, 0) AS busy, COALESCE(c.switch, 0) AS switch,
            COALESCE(c.kept, 0) AS kept, COALESCE(c.bill, 0) AS bill,
@@ -109,7 +110,7 @@ joined AS (
     LEFT JOIN stepped AS s ON s.job_id = r.job_id
     LEFT JOIN dedicated AS d ON d.job_id = r.job_id
 )
-SELECT partition, job_id, name, "user", account, state,
+SELECT partition, slurm_id, job_id, name, "user", account, state,
        ran_us,
        ROUND(CAST(busy / 1000000.0 AS NUMERIC), 3) AS busy_gpu_s,
        ROUND(CAST(switch / 1000000.0 AS NUMERIC), 3) AS switch_gpu_s,

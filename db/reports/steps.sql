@@ -1,5 +1,6 @@
 -- Effective steps of each job in each UTC hour; hours without a step have no row.
 -- A step is an optim_step call that is done and was not skipped. Dates as in usage_by_day.sql.
+-- slurm_id is the number that all commands take; job_id the row of this database.
 WITH stepped AS (
     SELECT job_id, ended_us / 3600000000 AS hour, COUNT(*) AS steps
     FROM calls
@@ -24,7 +25,7 @@ dated AS (
            doy - (153 * mp + 2) / 5 + 1 AS d
     FROM month
 )
-SELECT j.partition, j.id AS job_id, j.name, j."user",
+SELECT j.partition, j.slurm_id, j.id AS job_id, j.name, j."user",
        CAST(e.n * 400 + e.yoe + CASE WHEN e.m <= 2 THEN 1 ELSE 0 END AS TEXT)
            || '-' || SUBSTR(CAST(100 + e.m AS TEXT), 2)
            || '-' || SUBSTR(CAST(100 + e.d AS TEXT), 2)

@@ -1,5 +1,6 @@
 -- GPU time of each job by activity, effective steps, and GPU-hours per step.
 -- A step is an optim_step call that is done and was not skipped. Idle and down time is nobody's and not in here.
+-- slurm_id is the number that all commands take; job_id the row of this database.
 WITH charged AS (
     SELECT job_id,
            SUM(CASE WHEN activity = 'busy' THEN gpu_us ELSE 0 END) AS busy,
@@ -16,7 +17,7 @@ stepped AS (
     WHERE kind = 'optim_step' AND state = 'done' AND message = ''
     GROUP BY job_id
 )
-SELECT j.partition, j.id AS job_id, j.name, j."user", j.account, j.state,
+SELECT j.partition, j.slurm_id, j.id AS job_id, j.name, j."user", j.account, j.state,
        CAST(COALESCE(SUM(c.busy), 0) AS BIGINT) AS busy_gpu_us,
        CAST(COALESCE(SUM(c.switch), 0) AS BIGINT) AS switch_gpu_us,
        CAST(COALESCE(SUM(c.kept), 0) AS BIGINT) AS kept_gpu_us,
@@ -26,5 +27,5 @@ SELECT j.partition, j.id AS job_id, j.name, j."user", j.account, j.state,
 FROM jobs AS j
 LEFT JOIN charged AS c ON c.job_id = j.id
 LEFT JOIN stepped AS s ON s.job_id = j.id
-GROUP BY j.partition, j.id, j.name, j."user", j.account, j.state
+GROUP BY j.partition, j.slurm_id, j.id, j.name, j."user", j.account, j.state
 ORDER BY j.partition, j.id;

@@ -1,9 +1,11 @@
 """Read the jobs of a partition's database for ``plexrl sim trace``."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from plexrl_slurm.cli import ledger
+from plexrl_slurm.cli.jobids import JobNumber
 from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.errors import BadInput
 from plexrl_slurm.settings import Site, read
@@ -15,11 +17,12 @@ _DAY_US = 86_400_000_000
 
 
 def trace_of(
-    site: Site, *, days: float, only: Sequence[str] | None = None
+    site: Site, *, days: float, only: Sequence[JobNumber] | None = None
 ) -> "tuple[list[TraceJob], dict[str, str]]":
     """The partition's jobs of so many days as a trace, and why others are not in it.
 
-    ``only``: of these numbers. Raises ``BadInput`` for one that is not among them.
+    Jobs are named as ``plexrl squeue`` names them. ``only``: of these numbers. Raises ``BadInput``
+    for one that is not among them.
     """
     from plexrl_slurm.db.views import calls_since, jobs_since
     from plexrl_slurm.sim.history import PastJob, from_ledger
@@ -30,6 +33,8 @@ def trace_of(
     with ledger.reading(site) as session:
         rows = jobs_since(session, site.partition, since_us)
         asked_us = calls_since(session, since_us)
+        rows = rows if only is None else _chosen(rows, only, days)
+        often = Counter(row.slurm_id for row in rows)
         jobs = []
         for row in rows:
             name = row.models[0] if row.models else next(iter(models), "")
@@ -37,6 +42,10 @@ def trace_of(
             jobs.append(
                 PastJob(
                     id=str(row.id),
+                    # A Slurm job that was queued twice is two jobs here.
+                    name=row.slurm_id
+                    if row.slurm_id is not None and often[row.slurm_id] == 1
+                    else f"{row.slurm_id or 'row'}-{row.id}",
                     user=row.user,
                     account=row.account,
                     qos=str(row.options.get("qos") or "normal"),
@@ -53,13 +62,15 @@ def trace_of(
                     walltime_s=_length_s(row, until_us),
                 )
             )
-    if only is not None:
-        known = {job.id for job in jobs}
-        if unknown := [name for name in only if name not in known]:
-            raise BadInput(f"no job {unknown[0]} in the last {days:g} days: see `plexrl squeue -a`")
-        jobs = [job for job in jobs if job.id in only]
     rows_of_ledger = ledger.stretches(site, since_us=since_us, until_us=until_us)
     return from_ledger(rows_of_ledger, jobs, asked_us)
+
+
+def _chosen(rows: Sequence[Any], only: Sequence[JobNumber], days: float) -> list[Any]:
+    for each in only:
+        if not any(each.fits(row.slurm_id) for row in rows):
+            raise BadInput(f"no job {each.word} in the last {days:g} days: see `plexrl squeue -a`")
+    return [row for row in rows if any(each.fits(row.slurm_id) for each in only)]
 
 
 def _length_s(row: Any, until_us: int) -> float:

@@ -14,11 +14,12 @@ if TYPE_CHECKING:
 #: Short names, as Slurm's own sreport has them.
 _ALIASES: Final = {"usage": "usage_by_job", "hold": "hold_summary"}
 _STRETCHES: Final = """
-SELECT h.partition, l.wpg, l.activity, l.job_id, l.call_id, c.kind,
+SELECT h.partition, l.wpg, l.activity, l.job_id, j.slurm_id, l.call_id, c.kind,
        l.start_us, l.stop_us, l.gpu_us
 FROM ledger AS l
 JOIN holds AS h ON h.id = l.hold_id
 LEFT JOIN calls AS c ON c.id = l.call_id
+LEFT JOIN jobs AS j ON j.id = l.job_id
 WHERE l.stop_us > {since} AND l.start_us < {until}
 ORDER BY l.wpg, l.start_us, l.id
 """
@@ -76,7 +77,7 @@ def reading(site: Site) -> Iterator[Any]:
             raise DatabaseUnavailable(
                 url, "it does not exist yet; start the partition with `plexrl partition up`"
             ) from None
-    engine = open_database(url)
+    engine = open_database(url, read_only=True)
     try:
         schema.check(engine)
         with transaction(engine, read_only=True) as session:

@@ -10,7 +10,9 @@ from plexrl_slurm.cli.app import App, shared
 
 
 @click.command()
-@click.option("-l", "--long", is_flag=True, help="Hold, host memory and models too.")
+@click.option(
+    "-l", "--long", is_flag=True, help="Why each WPG does it, hold, host memory and models too."
+)
 @click.option("-h", "--noheader", is_flag=True, help="No first line.")
 @click.option("--state", is_flag=True, help="Every image instead, and bytes of every tier.")
 @shared
@@ -54,15 +56,17 @@ def _text(found: Mapping[str, Any], *, long: bool, header: bool) -> str:
             wpg.get("node") or "-",
             f"of {wpg['shares']}" if wpg.get("shares") else wpg["gpus"],
             wpg["state"],
+            ",".join(wpg.get("slurm_ids", ())) or "-",
             wpg["resident"] or "-",
             wpg["waiting"],
         ]
         for wpg in found["wpgs"]
     ]
-    names = ("PARTITION", "WPG", "POOL", "NODE", "GPUS", "STATE", "RESIDENT", "QUEUE")
+    names = ("PARTITION", "WPG", "POOL", "NODE", "GPUS", "STATE", "JOB", "RESIDENT", "QUEUE")
     parts = [show.fitted(names, rows, header=header)]
     parts += [f"trouble: {sentence}" for sentence in found["trouble"]]
     if long:
+        parts += [wpg["sentence"] for wpg in found["wpgs"] if wpg.get("sentence")]
         host = found["host_bytes"]
         parts.append(_holds(found, header=header))
         parts += [

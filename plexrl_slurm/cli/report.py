@@ -1,7 +1,7 @@
 """``plexrl sreport``: runs the same .sql files that an admin can run with psql or sqlite3."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -10,6 +10,8 @@ from plexrl_slurm.cli.app import App, shared, waiting
 
 if TYPE_CHECKING:
     from plexrl_slurm.db.reports import Report
+
+_NAMES: Final = {"slurm_id": "jobid"}
 
 
 @click.command()
@@ -39,9 +41,11 @@ def text_of(found: "Report", *, parsable: bool, header: bool) -> str:
         lines = [list(found.columns)] if header else []
         lines += [["" if cell is None else str(cell) for cell in row] for row in found.rows]
         return "\n".join("|".join(line) for line in lines)
+    # People have one number for a job: the one that all other commands take.
     columns = [
         _column(name, [row[index] for row in found.rows])
         for index, name in enumerate(found.columns)
+        if name != "job_id"
     ]
     names = [name for name, _ in columns]
     return show.fitted(names, zip(*(cells for _, cells in columns), strict=True), header=header)
@@ -50,7 +54,7 @@ def text_of(found: "Report", *, parsable: bool, header: bool) -> str:
 def _column(name: str, cells: Sequence[Any]) -> tuple[str, list[str]]:
     """Heading and cells for a person: seconds instead of microseconds, instants as dates."""
     if not name.endswith("_us"):
-        return name, [_cell(cell) for cell in cells]
+        return _NAMES.get(name, name), [_cell(cell) for cell in cells]
     bare = name.removesuffix("_us")
     # Not a duration: an instant is later than 2001. GPU time may be as much, and is none.
     instants = [cell for cell in cells if isinstance(cell, int) and cell > 10**15]

@@ -8,6 +8,7 @@ import click
 
 from plexrl_slurm.cli import show
 from plexrl_slurm.cli.app import App, Number, shared, waiting
+from plexrl_slurm.cli.jobids import JobNumber, as_numbers
 from plexrl_slurm.core.errors import BadInput
 from plexrl_slurm.whereabouts import POLICIES
 
@@ -45,6 +46,18 @@ def _hardware(command: Any) -> Any:
             metavar="GB/S", help="Between one GPU and host memory.",
         ),
         click.option(
+            "--shared-bandwidth", type=Number(0.01), default=5.0, show_default=True,
+            metavar="GB/S", help="Between one node and the shared file system.",
+        ),
+        click.option(
+            "--node-nvme", type=Number(0), default=0.0, show_default=True, metavar="GB",
+            help="Disks of a node for images beyond its memory; what comes back is waited for.",
+        ),
+        click.option(
+            "--nvme-bandwidth", type=Number(0.01), default=6.0, show_default=True,
+            metavar="GB/S", help="From the disks of a node to its memory.",
+        ),
+        click.option(
             "--compress", type=Number(0.001), default=1.0,
             show_default=True, help="Jobs arrive so many times as fast.",
         ),
@@ -62,8 +75,20 @@ def _hardware(command: Any) -> Any:
             help="Mean time between losses of a node; 0: none is lost.",
         ),
         click.option(
+            "--hold-hours", type=Number(0), default=0.0, show_default=True,
+            help="Time limit of a hold, which begins again on the same nodes; 0: it has none.",
+        ),
+        click.option(
+            "--renew-minutes", type=Number(0), default=5.0, show_default=True,
+            help="From the end of a hold to its engines' start in the next.",
+        ),
+        click.option(
             "--margin", type=Number(0, 2), default=0.9, show_default=True,
             help="Share of a promised slowdown that fit lets a prediction use.",
+        ),
+        click.option(
+            "--most", type=click.IntRange(1), default=6, show_default=True, metavar="JOBS",
+            help="On one training WPG.",
         ),
         click.option(
             "--widest", type=Number(1), default=2.0, show_default=True, metavar="TIMES",
@@ -160,15 +185,17 @@ def compare(
     from plexrl_slurm.core.policy import find_policy
     from plexrl_slurm.sim.cluster import find
 
-    for name in policies.split(","):
+    orders = [name.strip() for name in policies.split(",")]
+    for name in orders:
         find_policy(name)
-    for name in placements.split(","):
+    homes = [name.strip() for name in placements.split(",")]
+    for name in homes:
         find(name)
     pairs = []
-    for placement in placements.split(","):
+    for placement in homes:
         # Alone on its WPG no job has to be ordered.
         alone = placement.startswith("isolated")
-        pairs += [(policy, placement) for policy in policies.split(",")][: 1 if alone else None]
+        pairs += [(policy, placement) for policy in orders][: 1 if alone else None]
     runs = _runs(trace, pairs, chart=plots is not None, given=given)
     if plots is not None:
         _draw(runs, plots)
@@ -207,18 +234,21 @@ def generate(
 @click.argument("path", metavar="FILE", type=_FILE)
 @click.option("--from-ledger", is_flag=True, required=True, help="Of the partition's own database.")
 @click.option("--days", type=Number(0, _MOST_DAYS, min_open=True), default=7.0, show_default=True)
-@click.option("--jobs", metavar="ID,...", help="Only these.")
+@click.option(
+    "--jobs", metavar="ID,...", callback=as_numbers,
+    help="Only these, as squeue numbers them: 12, 12_3, 12_[1-3].",
+)  # fmt: skip
 @shared
 @click.pass_obj
-def write_trace_of(app: App, path: Path, from_ledger: bool, days: float, jobs: str | None) -> None:
+def write_trace_of(
+    app: App, path: Path, from_ledger: bool, days: float, jobs: list[JobNumber] | None
+) -> None:
     """Write the partition's own history to FILE, as a trace."""
     from plexrl_slurm.cli import history
     from plexrl_slurm.sim.trace import write_trace
 
     with waiting("reading the ledger"):
-        found, left_out = history.trace_of(
-            app.site(), days=days, only=None if jobs is None else jobs.split(",")
-        )
+        found, left_out = history.trace_of(app.site(), days=days, only=jobs)
     if not found:
         why = "; ".join(f"job {job}: {reason}" for job, reason in left_out.items())
         raise BadInput(f"no job of the last {days:g} days makes a trace: {why or 'there is none'}")
@@ -280,15 +310,20 @@ def _runs(
         split(given["gpus"], given["split"]),
         node_bytes=int(given["node_memory"] * 1e9),
         gpu_bytes_per_s=int(given["bandwidth"] * 1e9),
+        shared_bytes_per_s=int(given["shared_bandwidth"] * 1e9),
+        nvme_bytes=int(given["node_nvme"] * 1e9),
+        nvme_bytes_per_s=int(given["nvme_bandwidth"] * 1e9),
     )
     runs = []
     for number, (policy, placement) in enumerate(pairs, 1):
         plan = Plan(
             policy=policy,
-            rules=Rules(margin=given["margin"]),
+            rules=Rules(margin=given["margin"], most=given["most"]),
             guard_us=int(given["guard_hours"] * _HOUR_US),
             guess_sigma=given["guess_sigma"],
             node_loss_hours=given["node_loss_hours"],
+            hold_limit_us=int(given["hold_hours"] * _HOUR_US),
+            renew_us=int(given["renew_minutes"] * 60_000_000),
             widest=given["widest"],
             scaling=given["scaling"],
             seed=given["seed"],

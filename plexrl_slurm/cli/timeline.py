@@ -21,7 +21,12 @@ def label(stretch: Stretch) -> str:
     if stretch["job_id"] is None:
         return str(stretch["activity"])
     what = stretch.get("kind") if stretch["activity"] == "busy" else stretch["activity"]
-    return f"job {stretch['job_id']} {what or stretch['activity']}"
+    return f"job {number(stretch)} {what or stretch['activity']}"
+
+
+def number(stretch: Stretch) -> str:
+    """What its user calls the job; a row that no Slurm job was bound to has only ours."""
+    return str(stretch.get("slurm_id") or f"(row {stretch['job_id']})")
 
 
 def lanes(stretches: Iterable[Stretch]) -> dict[str, list[Stretch]]:
@@ -70,7 +75,7 @@ def chrome_trace(
                 "ts": stretch["start_us"],
                 "dur": stretch["stop_us"] - stretch["start_us"],
                 "args": {
-                    "job": stretch["job_id"],
+                    "job": None if stretch["job_id"] is None else number(stretch),
                     "call": stretch["call_id"],
                     "gpu_us": stretch["gpu_us"],
                 },
@@ -129,6 +134,7 @@ def draw(
     images = image_lanes(moves, until_us=end)
     jobs = sorted({each["job_id"] for each in stretches if each["job_id"] is not None})
     colours = {job: f"C{index % 10}" for index, job in enumerate(jobs)}
+    names = {each["job_id"]: number(each) for each in stretches}
     height = 1.6 + 0.7 * len(rows) + 0.3 * len(images)
     figure = Figure(figsize=(14, height), layout="constrained")
     FigureCanvasAgg(figure)
@@ -159,16 +165,16 @@ def draw(
     axes.invert_yaxis()
     axes.set_xlabel("seconds")
     axes.set_title(title)
-    legend = [Patch(facecolor=colours[job], label=f"job {job}") for job in jobs]
+    legend = [Patch(facecolor=colours[job], label=f"job {names[job]}") for job in jobs]
     legend += [
         Patch(facecolor="#666666", hatch="////", edgecolor="white", label="switch"),
         Patch(facecolor="#666666", alpha=0.35, label="kept"),
         *(Patch(facecolor=colour, label=name) for name, colour in _QUIET.items()),
     ]
     if images:
-        names = zip(
+        tiers = zip(
             ("image in memory", "image on NVMe", "durable image"), _TIERS.values(), strict=True
         )
-        legend += [Patch(facecolor=colour, label=name) for name, colour in names]
+        legend += [Patch(facecolor=colour, label=name) for name, colour in tiers]
     axes.legend(handles=legend, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     figure.savefig(path, dpi=120)

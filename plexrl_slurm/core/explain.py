@@ -1,6 +1,6 @@
 """What something does or waits for: typed reasons with a sentence each, and a view of a WPG."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -106,30 +106,51 @@ class WpgView:
     asleep: bool = False
     #: The one of them that the GPUs are booked on; "" if it is this one.
     shares: WpgId | None = None
+    #: Whose tail runs on in its second engine slot, and the jobs it is of.
+    beside: DeploymentId | None = None
+    beside_jobs: tuple[JobId, ...] = ()
 
 
-def explain(planner: Planner, subject: str) -> Explanation:
+@dataclass(frozen=True, slots=True)
+class Asker:
+    """When it is asked, and what people call a job."""
+
+    #: 0: as of what the core heard last.
+    now_us: int = 0
+    name: Callable[[JobId], str] = str
+
+    def until(self, lane: Lane, at_us: int) -> str:
+        """``in 4.8 s``: the core hears nothing while time passes."""
+        left_us = at_us - max(self.now_us, lane.now_us)
+        return f"in {left_us / 1e6:.1f} s" if left_us >= 100_000 else "at once"
+
+    def jobs(self, jobs: Sequence[JobId]) -> str:
+        """``jobs 3, 4``."""
+        return f"job{'s' * (len(jobs) > 1)} " + ", ".join(map(self.name, jobs))
+
+
+def explain(planner: Planner, subject: str, asker: Asker) -> Explanation:
     """What a call, a deployment or a WPG does or waits for."""
     books = planner.books
     entry = books.entries.get(CallId(subject))
     home = books.homes.get(DeploymentId(subject))
     lane = books.lanes.get(WpgId(subject))
     if entry is not None:
-        reasons = tuple(_of_call(planner, entry))
+        reasons = tuple(_of_call(planner, entry, asker))
     elif home is not None:
-        reasons = tuple(_of_deployment(planner, *home))
+        reasons = tuple(_of_deployment(planner, *home, asker))
     elif lane is not None:
-        reasons = (*_of_return(lane), *_of_lane(lane))
+        reasons = (*_of_return(lane), *_of_lane(lane, asker))
     else:
         sentence = f"{subject} is not here: it has ended, or it never came"
         reasons = (Reason(kind=ReasonKind.UNKNOWN, sentence=sentence),)
     return Explanation(subject=subject, reasons=reasons)
 
 
-def explain_job(planner: Planner, job: JobId) -> Sequence[Explanation]:
+def explain_job(planner: Planner, job: JobId, asker: Asker) -> Sequence[Explanation]:
     """One explanation for every deployment of the job."""
     return tuple(
-        explain(planner, name)
+        explain(planner, name, asker)
         for name, (_, tenant) in planner.books.homes.items()
         if tenant.members[name].job == job
     )
@@ -166,15 +187,18 @@ def view(planner: Planner, lane: Lane) -> WpgView:
         shares_with=() if group is None else tuple(other.id for other in group.others(lane)),
         asleep=group is not None and group.turn is not lane,
         shares=lane.wpg.shares,
+        beside=None if lane.beside is None else lane.beside.name,
+        beside_jobs=tuple(_tail_jobs(lane)),
     )
 
 
-def _of_call(planner: Planner, entry: Entry) -> Iterator[Reason]:
+def _of_call(planner: Planner, entry: Entry, asker: Asker) -> Iterator[Reason]:
     call = entry.call
     lane, tenant = planner.books.homes[call.deployment]
     what = _what(entry)
     if call.id in lane.running:
-        yield Reason(kind=ReasonKind.RUNNING, sentence=f"{what} runs on {lane.id}", wpg=lane.id)
+        sentence = f"{what} runs on {lane.id}{_beside(lane, asker, tail=tenant is lane.beside)}"
+        yield Reason(kind=ReasonKind.RUNNING, sentence=sentence, wpg=lane.id)
         return
     if entry.pauses:
         sentence = f"{what} was paused after {entry.sampled} tokens and goes on there"
@@ -192,10 +216,10 @@ def _of_call(planner: Planner, entry: Entry) -> Iterator[Reason]:
             yield Reason(kind=kind, sentence=ahead, seq=first, wpg=lane.id)
             if first not in program.calls:
                 return
-    yield from _of_deployment(planner, lane, tenant)
+    yield from _of_deployment(planner, lane, tenant, asker)
 
 
-def _of_deployment(planner: Planner, lane: Lane, tenant: Tenant) -> Iterator[Reason]:
+def _of_deployment(planner: Planner, lane: Lane, tenant: Tenant, asker: Asker) -> Iterator[Reason]:
     program = tenant.program
     if program is not None and program.head() is None:
         later = [seq for seq, entry in program.calls.items() if not entry.answered]
@@ -205,12 +229,12 @@ def _of_deployment(planner: Planner, lane: Lane, tenant: Tenant) -> Iterator[Rea
             yield Reason(kind=ReasonKind.GAP, sentence=sentence, seq=missing, wpg=lane.id)
             return
     if any(run.tenant is tenant for run in lane.running.values()):
-        yield from _running(lane)
+        yield from _running(lane, asker)
     elif tenant.key not in lane.waiting:
         if lane.wpg is None or lane.draining:
-            yield from _of_home(planner, lane, tenant)
+            yield from _of_home(planner, lane, tenant, asker)
             return
-        if (stalled := _stalled(planner, lane, tenant)) is not None:
+        if (stalled := _stalled(planner, lane, tenant, asker)) is not None:
             yield stalled
             return
         sentence = f"{lane.id} has no call of it to run"
@@ -221,34 +245,34 @@ def _of_deployment(planner: Planner, lane: Lane, tenant: Tenant) -> Iterator[Rea
         sentence = f"its state is being rebuilt: {count} earlier calls run again first"
         yield Reason(kind=ReasonKind.REPLAY, sentence=sentence, wpg=lane.id)
     if tenant.key in lane.waiting:
-        yield from _of_wait(planner, lane, tenant)
+        yield from _of_wait(planner, lane, tenant, asker)
 
 
-def _stalled(planner: Planner, lane: Lane, tenant: Tenant) -> Reason | None:
+def _stalled(planner: Planner, lane: Lane, tenant: Tenant, asker: Asker) -> Reason | None:
     """What to say of a rollout in the middle of which nothing runs or waits."""
     job, stalls = tenant.last_job, planner.books.estimates.stalls
     phase, usual_us = planner.books.rollouts.get(job), stalls.stall_us(job)
     if phase is None or phase.last_key != tenant.key or phase.last_end_us is None:
         return None
-    since_us = lane.now_us - phase.last_end_us
+    since_us = max(asker.now_us, lane.now_us) - phase.last_end_us
     if phase.running or usual_us is None or since_us > 2 * stalls.longest_us(job):
         return None
     sentence = (
-        f"its sequences wait for their tools: job {job} asks again after {usual_us / 1e6:.1f} s "
-        f"as a rule, and {lane.id} is free for others until then"
+        f"its sequences wait for their tools: job {asker.name(job)} asks again after "
+        f"{usual_us / 1e6:.1f} s as a rule, and {lane.id} is free for others until then"
     )
     return Reason(kind=ReasonKind.TOOLS, sentence=sentence, wpg=lane.id, job=job)
 
 
-def _of_wait(planner: Planner, lane: Lane, tenant: Tenant) -> Iterator[Reason]:
+def _of_wait(planner: Planner, lane: Lane, tenant: Tenant, asker: Asker) -> Iterator[Reason]:
     if lane.wpg is None or lane.draining:
-        yield from _of_home(planner, lane, tenant)
+        yield from _of_home(planner, lane, tenant, asker)
         return
     if lane.group is not None and lane.group.turn is not lane:
-        yield from _of_sleep(lane)
+        yield from _of_sleep(lane, asker)
         return
     if lane.resident is not tenant or not lane.running:
-        busy = list(_of_lane(lane))
+        busy = list(_of_lane(lane, asker))
         yield from (reason for reason in busy if reason.kind is not ReasonKind.IDLE)
         stuck = lane.room_us is not None and lane.resident is not tenant
         if not lane.up or lane.kept_until_us is not None or stuck:
@@ -258,7 +282,7 @@ def _of_wait(planner: Planner, lane: Lane, tenant: Tenant) -> Iterator[Reason]:
             {t.last_job if (h := t.head()) is None else h.call.job
              for t in lane.waiting.values() if t is not tenant}
         )  # fmt: skip
-        sentence = f"{lane.id} admits no more samples: {_jobs(others)} waits for it"
+        sentence = f"{lane.id} admits no more samples: {asker.jobs(others)} waits for it"
         yield Reason(kind=ReasonKind.LEAVING, sentence=sentence, wpg=lane.id)
     chosen = planner.choose(lane)
     if chosen is None or chosen[1] is tenant or lane.owed is tenant:
@@ -267,11 +291,11 @@ def _of_wait(planner: Planner, lane: Lane, tenant: Tenant) -> Iterator[Reason]:
     else:
         choice = chosen[0]
         why = "" if choice.rule is Rule.INDEX else f" ({choice.rule})"
-        sentence = f"job {choice.winner.job} is ahead{why}"
+        sentence = f"job {asker.name(choice.winner.job)} is ahead{why}"
         yield Reason(kind=ReasonKind.AHEAD, sentence=sentence, wpg=lane.id, job=choice.winner.job)
 
 
-def _of_home(planner: Planner, lane: Lane, tenant: Tenant) -> Iterator[Reason]:
+def _of_home(planner: Planner, lane: Lane, tenant: Tenant, asker: Asker) -> Iterator[Reason]:
     """Of one whose WPG is gone, not there yet, or about to go."""
     program, wpg = tenant.program, lane.id
     if lane.wpg is None:
@@ -286,10 +310,11 @@ def _of_home(planner: Planner, lane: Lane, tenant: Tenant) -> Iterator[Reason]:
         sentence += f" when its state is {'durable' if durable else 'saved'}"
     yield Reason(kind=ReasonKind.DRAINING, sentence=sentence, wpg=wpg)
     if not lane.up:
-        yield from _of_lane(lane)
+        yield from _of_lane(lane, asker)
     if tenant.refusals:
         what = "saving its state" if tenant.dirty else "copying its state to the durable tier"
-        sentence = f"{what} has failed ({tenant.refusals} in a row) and is tried again"
+        again = asker.until(lane, tenant.retry_us)
+        sentence = f"{what} has failed ({tenant.refusals} in a row) and is tried again {again}"
         yield Reason(kind=ReasonKind.DRAINING, sentence=sentence, wpg=wpg, until_us=tenant.retry_us)
 
 
@@ -299,7 +324,7 @@ def _of_return(lane: Lane) -> Iterator[Reason]:
         yield Reason(kind=ReasonKind.DRAINING, sentence=sentence, wpg=lane.id)
 
 
-def _of_lane(lane: Lane) -> Iterator[Reason]:
+def _of_lane(lane: Lane, asker: Asker) -> Iterator[Reason]:
     if lane.wpg is None:
         sentence = f"{lane.id} is not held by the partition now"
         if lane.gone:
@@ -312,22 +337,21 @@ def _of_lane(lane: Lane) -> Iterator[Reason]:
         job = lane.move.payer
         saves = isinstance(lane.move.order, SaveImage)
         what = "saving an image" if saves else "switching"
-        sentence = f"{lane.id} is {what} for job {job}"
+        sentence = f"{lane.id} is {what} for job {asker.name(job)}{_beside(lane, asker)}"
         yield Reason(kind=ReasonKind.SWITCHING, sentence=sentence, wpg=lane.id, job=job)
     elif lane.group is not None and lane.group.turn is not lane:
-        yield from _of_sleep(lane)
+        yield from _of_sleep(lane, asker)
     elif lane.running:
-        yield from _running(lane)
+        yield from _running(lane, asker)
     elif lane.room_us is not None:
-        left_us = max(0, lane.room_us - lane.now_us)
         why = f" ({lane.room_reason})" if lane.room_reason else ""
-        sentence = (
-            f"{lane.id} waits for room for an image{why}; it tries again in {left_us / 1e6:.1f} s"
-        )
+        again = asker.until(lane, lane.room_us)
+        sentence = f"{lane.id} waits for room for an image{why}; it tries again {again}"
         yield Reason(kind=ReasonKind.NO_ROOM, sentence=sentence, wpg=lane.id, until_us=lane.room_us)
     elif lane.kept_until_us is not None and lane.resident is not None:
-        job, left_us = lane.resident.last_job, lane.kept_until_us - lane.now_us
-        sentence = f"{lane.id} is kept for job {job} for at most {left_us / 1e6:.1f} s"
+        job = lane.resident.last_job
+        left_us = max(0, lane.kept_until_us - max(asker.now_us, lane.now_us))
+        sentence = f"{lane.id} is kept for job {asker.name(job)} for at most {left_us / 1e6:.1f} s"
         yield Reason(
             kind=ReasonKind.KEPT,
             sentence=sentence,
@@ -339,29 +363,29 @@ def _of_lane(lane: Lane) -> Iterator[Reason]:
         yield Reason(kind=ReasonKind.IDLE, sentence=f"{lane.id} is idle", wpg=lane.id)
 
 
-def _of_sleep(lane: Lane) -> Iterator[Reason]:
+def _of_sleep(lane: Lane, asker: Asker) -> Iterator[Reason]:
     """Of one that shares its GPUs and does not have them."""
     group = lane.group
     if group is None:
         return
     names = " and ".join(each.id for each in group.lanes)
     if not lane.up:
-        yield from _of_lane(lane)
+        yield from _of_lane(lane, asker)
     if group.retry_us is not None and group.refused is lane:
-        left_us = max(0, group.retry_us - lane.now_us)
+        again = asker.until(lane, group.retry_us)
         sentence = (
             f"{lane.id} could not have the GPUs that {names} share ({group.reason}); it is tried "
-            f"again in {left_us / 1e6:.1f} s"
+            f"again {again}"
         )
         yield Reason(
             kind=ReasonKind.SHARED, sentence=sentence, wpg=lane.id, until_us=group.retry_us
         )
     elif group.grant is not None:
         job, who = group.grant.payer, group.grant.lane.id
-        sentence = f"{who} is getting the GPUs that {names} share, for job {job}"
+        sentence = f"{who} is getting the GPUs that {names} share, for job {asker.name(job)}"
         yield Reason(kind=ReasonKind.SWITCHING, sentence=sentence, wpg=who, job=job)
     elif group.turn is not None:
-        what = "; ".join(reason.sentence for reason in _of_lane(group.turn))
+        what = "; ".join(reason.sentence for reason in _of_lane(group.turn, asker))
         sentence = f"{lane.id} waits for the GPUs that {names} share: {what}"
         yield Reason(kind=ReasonKind.SHARED, sentence=sentence, wpg=lane.id)
     else:
@@ -369,25 +393,41 @@ def _of_sleep(lane: Lane) -> Iterator[Reason]:
         yield Reason(kind=ReasonKind.SHARED, sentence=sentence, wpg=lane.id)
 
 
-def _running(lane: Lane) -> Iterator[Reason]:
-    runs = [run.entry.call for run in lane.running.values() if run.entry is not None]
+def _running(lane: Lane, asker: Asker) -> Iterator[Reason]:
+    working = lane.working() or lane.running
+    runs = [run.entry.call for run in working.values() if run.entry is not None]
     jobs = sorted({call.job for call in runs})
     if not runs:
         sentence = f"{lane.id} is running a call from before the restart"
     elif runs[0].kind is FunctionKind.SAMPLE:
         does = "pausing the last" if lane.pausing else "running"
-        sentence = f"{lane.id} is {does} {len(runs)} samples of {_jobs(jobs)}"
+        sentence = f"{lane.id} is {does} {len(runs)} samples of {asker.jobs(jobs)}"
+        sentence += "" if working is lane.running else _beside(lane, asker)
     else:
-        sentence = f"{lane.id} is running {runs[0].kind} of {_jobs(jobs)}"
+        sentence = f"{lane.id} is running {runs[0].kind} of {asker.jobs(jobs)}"
     job = jobs[0] if len(jobs) == 1 else None
     yield Reason(kind=ReasonKind.BUSY, sentence=sentence, wpg=lane.id, job=job)
+
+
+def _tail_jobs(lane: Lane) -> list[JobId]:
+    """Whose last samples run on beside the resident's."""
+    runs = lane.running.values()
+    tail = [r.entry for r in runs if r.entry is not None and r.tenant is lane.beside]
+    return sorted({entry.call.job for entry in tail}) if lane.beside is not None else []
+
+
+def _beside(lane: Lane, asker: Asker, *, tail: bool = False) -> str:
+    """What else runs there; ``tail``: it is the tail that is spoken of."""
+    if lane.beside is None:
+        return ""
+    if not tail:
+        return f" beside a tail of {asker.jobs(_tail_jobs(lane))}" if _tail_jobs(lane) else ""
+    entries = [run.entry for run in lane.working().values() if run.entry is not None]
+    jobs = sorted({entry.call.job for entry in entries})
+    return f" as a tail beside {asker.jobs(jobs)}" if jobs else " as a tail"
 
 
 def _what(entry: Entry) -> str:
     if entry.call.kind is FunctionKind.SAMPLE:
         return f"sample {entry.call.id}"
     return f"seq {entry.call.seq}"
-
-
-def _jobs(jobs: Sequence[JobId]) -> str:
-    return f"job{'s' * (len(jobs) > 1)} " + ", ".join(str(job) for job in jobs)

@@ -1,6 +1,6 @@
 """State of one WPG and of what may be resident on it. Plain records; ``books`` keeps them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -151,6 +151,8 @@ class Lane:
     #: Sampling phases; a training tenant has one of its own.
     phases: dict[tuple[str, JobId], Phase] = field(default_factory=dict)
     resident: Tenant | None = None
+    #: Whose tail runs on in the second engine slot; nothing of it is admitted there any more.
+    beside: Tenant | None = None
     move: Move | None = None
     running: dict[CallId, Running] = field(default_factory=dict)
     #: Jobs of the running calls, and how many each has.
@@ -163,7 +165,7 @@ class Lane:
     leaving: bool = False
     #: A :class:`Pause` was said for what runs.
     pausing: bool = False
-    #: The most calls that ran at once since nothing ran.
+    #: The most calls of the resident that ran at once since none did.
     most: int = 0
     #: When to look at its tail again.
     tail_us: int | None = None
@@ -241,6 +243,12 @@ class Lane:
         self.room_waits += 1
         return self.room_waits < ROOM_WAITS
 
+    def working(self) -> Mapping[CallId, Running]:
+        """What runs, without the tail beside it."""
+        if self.beside is None:
+            return self.running
+        return {call: run for call, run in self.running.items() if run.tenant is not self.beside}
+
     def trains(self) -> bool:
         """Whether what runs is not sampling (or is unknown): it does not share the WPG."""
         for run in self.running.values():
@@ -267,7 +275,7 @@ class Lane:
         """What it does now."""
         if not self.up:
             return DOWN
-        if self.move is not None:
+        if self.move is not None and not self.running:  # beside a tail it costs nobody anything
             return Use(activity=Activity.SWITCH, jobs=frozenset((self.move.payer,)))
         if self.running:
             first, trains = next(iter(self.running.values())), self.trains()

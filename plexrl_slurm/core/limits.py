@@ -4,7 +4,7 @@ Slurm's words: a job over a submit limit is refused when it comes, one over anot
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final, NamedTuple
@@ -233,11 +233,21 @@ class Tally:
             self._jobs[key] -= 1
             self._bytes[key] -= subject.host_bytes
 
+    def submitted(self, subject: Subject) -> tuple[int, ...]:
+        """How many jobs wait or have a place, by whoever's limits count for this one."""
+        return tuple(self._submitted[key] for key in keys_of(subject))
+
+    def assume(self, subject: Subject, submitted: Iterable[int]) -> None:
+        """The same from another one."""
+        self._submitted.update(dict(zip(keys_of(subject), submitted, strict=True)))
+
     def refusal(self, subject: Subject) -> Held | None:
         """Why one more job like this may not even wait; ``None`` if it may."""
         for key, limits in self._limits(subject):
             most, have = limits.max_submit, self._submitted[key]
             if most is not None and have >= most:
+                if most == 0:
+                    return Held(kind=_SUBMIT[key.scope], sentence=_none(key, "max_submit"))
                 return Held(
                     kind=_SUBMIT[key.scope],
                     sentence=(
@@ -246,20 +256,16 @@ class Tally:
                     ),
                 )
             if limits.host_bytes is not None and subject.host_bytes > limits.host_bytes:
-                return Held(
-                    kind=_MEMORY[key.scope],
-                    sentence=(
-                        f"the job's models need {in_words(subject.host_bytes)} of host memory, and "
-                        f"host_bytes of {key.words()} is {in_words(limits.host_bytes)}: declare "
-                        f"fewer or smaller models, or ask your admin for more ({key.table()})"
-                    ),
-                )
+                sentence = _too_much(key, subject, limits.host_bytes)
+                return Held(kind=_MEMORY[key.scope], sentence=sentence)
         return None
 
     def holds(self, subject: Subject) -> Held | None:
         """What keeps a waiting job from a place, if there were one."""
         for key, limits in self._limits(subject):
             if (most := limits.max_jobs) is not None and self._jobs[key] >= most:
+                if most == 0:
+                    return Held(kind=_JOBS[key.scope], sentence=_none(key, "max_jobs"))
                 return Held(
                     kind=_JOBS[key.scope],
                     sentence=(
@@ -269,6 +275,8 @@ class Tally:
                 )
             if (day := limits.gpu_us_per_day) is not None and self._gpu_us.get(key, 0) >= day:
                 used = self._gpu_us.get(key, 0) // 1_000_000
+                if day == 0:
+                    return Held(kind=_GPU[key.scope], sentence=_none(key, "gpu_seconds_per_day"))
                 return Held(
                     kind=_GPU[key.scope],
                     sentence=(
@@ -279,6 +287,8 @@ class Tally:
                 )
             room = limits.host_bytes
             if room is not None and self._bytes[key] + subject.host_bytes > room:
+                if subject.host_bytes > room:  # it was lowered since, or nobody asked
+                    return Held(kind=_MEMORY[key.scope], sentence=_too_much(key, subject, room))
                 return Held(
                     kind=_MEMORY[key.scope],
                     sentence=(
@@ -301,6 +311,22 @@ class Tally:
 
 def _first(*values: int | None) -> int | None:
     return next((value for value in values if value is not None), None)
+
+
+def _none(key: Key, limit: str) -> str:
+    """Of a limit of 0: no end of another job changes anything."""
+    return (
+        f"{limit} of {key.words()} is 0, so that none of its jobs starts: ask your admin for more "
+        f"({key.table()})"
+    )
+
+
+def _too_much(key: Key, subject: Subject, most: int) -> str:
+    return (
+        f"the job's models need {in_words(subject.host_bytes)} of host memory, and host_bytes of "
+        f"{key.words()} is {in_words(most)}: declare fewer or smaller models, or ask your admin "
+        f"for more ({key.table()})"
+    )
 
 
 def _jobs(count: int) -> str:

@@ -60,6 +60,8 @@ class WpgUp(Event):
     #: Of one that shares GPUs: it is the one that has them. A gang that was started anew sleeps.
     #: What is found of a group after a daemon's restart is said before the core plans.
     awake: bool = False
+    #: Of which it runs a tail in its second engine slot, beside ``resident``.
+    beside: DeploymentId | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,6 +309,8 @@ class Switch(Instruction):
     #: Progress of ``outgoing``, to be written into its image.
     outgoing_progress: tuple[int, int]
     incoming: DeploymentId
+    #: Whose last samples run on meanwhile, and after it, in another engine slot of the WPG.
+    beside: DeploymentId | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

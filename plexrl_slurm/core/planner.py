@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from plexrl_slurm.core import copies, shared
+from plexrl_slurm.core import beside, copies, shared
 from plexrl_slurm.core.books import Books
 from plexrl_slurm.core.expect import expected
 from plexrl_slurm.core.ids import CauseId, JobId
@@ -19,10 +19,10 @@ from plexrl_slurm.core.messages import (
     Switch,
 )
 from plexrl_slurm.core.ordering import Entry
-from plexrl_slurm.core.pausing import find_tail, pause
+from plexrl_slurm.core.pausing import as_waiter, find_tail, pause
 from plexrl_slurm.core.policy import Candidate, Choice, Policy
 from plexrl_slurm.core.residency import Residency
-from plexrl_slurm.core.tails import TailRules
+from plexrl_slurm.core.tails import TailRules, pays_beside
 
 #: After them a job goes on in its other pool.
 _LAST: Final = frozenset({FunctionKind.PUBLISH, FunctionKind.SAMPLE})
@@ -45,6 +45,7 @@ class Planner:
         """What ``lane`` does from now on; nothing if it does it already."""
         out: list[AnyInstruction] = []
         lane.kept_until_us = lane.tail_us = None
+        beside.leave(lane, cause)
         if lane.room_us is not None and lane.room_us <= lane.now_us:
             lane.room_us = None
         if lane.group is not None:
@@ -55,7 +56,7 @@ class Planner:
             elif lane.draining:
                 self._drain(lane, cause, out)
                 self._pass_on(lane, cause, out)
-            elif lane.running:
+            elif lane.working():
                 self._join(lane, cause, out)
             else:
                 lane.leaving = lane.pausing = False
@@ -140,7 +141,7 @@ class Planner:
             or tenant.gone
             or not self.policy.holds
             or tenant.key in lane.waiting
-            or lane.running
+            or lane.working()
             or all(member.job != tenant.last_job for member in tenant.members.values())
         ):
             return None
@@ -164,13 +165,14 @@ class Planner:
             waited_us = now_us - (head.ready_us if tenant.ready_us is None else tenant.ready_us)
             weight = tenant.members[call.deployment].priority
         phase = lane.phase(tenant, job)
+        there = resident or tenant is lane.beside
         kind = kind or phase.last_kind or FunctionKind.SAMPLE
         found = Candidate(
             key=tenant.key,
             job=job,
             weight=weight,
             waited_us=waited_us,
-            switch_us=0 if resident else self._switch_us(lane, tenant, fare),
+            switch_us=0 if there else self._switch_us(lane, tenant, fare),
             remaining_us=phase.remaining_us(kind, now_us, estimates),
             step_us=estimates.step_us(job),
             phase_waited_us=phase.waited_us,
@@ -255,7 +257,7 @@ class Planner:
         lane.pausing = lane.pausing and not alone
         if not alone and not lane.pausing:
             self._look_at_tail(lane, resident, cause, out)
-        if lane.leaving or not resident.samples:
+        if lane.leaving or lane.move is not None or not resident.samples:
             return
         if alone:
             self._admit(lane, resident, cause, out)
@@ -269,7 +271,8 @@ class Planner:
     def _look_at_tail(
         self, lane: Lane, resident: Tenant, cause: CauseId, out: list[AnyInstruction]
     ) -> None:
-        """Pause what runs, if it is a tail that others had better not wait for."""
+        """If what runs is a tail that others had better not wait for, pause it, or let the first of
+        them in beside it."""
         if self.tails is None or resident.gone:
             return
         if (tail := find_tail(self.books, lane, self.tails)) is not None:
@@ -279,7 +282,11 @@ class Planner:
             fare = self._fare(lane)
             candidates = tuple(self._candidate(lane, tenant, fare) for tenant in others)
             choice = self.policy.choose(candidates, hysteresis=self.hysteresis)
-            pause(lane, self.tails, tail, choice, cause, out)
+            if beside.may(lane, self.tails) and pays_beside(self.tails, tail, as_waiter(choice)):
+                beside.begin(lane)
+                self._make_room(lane, lane.tenants[choice.winner.key], cause, out)
+            else:
+                pause(lane, self.tails, tail, choice, cause, out)
 
     @staticmethod
     def _alone_in_line(lane: Lane, tenant: Tenant) -> bool:
@@ -329,12 +336,13 @@ class Planner:
                 resident.lose(cause)
         lane.resident = dirty
         lane.owed = tenant
-        tenant.step(Residency.LOADING, cause)
+        beside.loads(lane, tenant, cause)
         order = Switch(
             wpg=lane.id,
             outgoing=None if dirty is None else dirty.name,
             outgoing_progress=progress,
             incoming=tenant.name if head is None else head.call.deployment,
+            beside=beside.whose(lane, tenant),
             cause=cause,
         )
         out.append(order)
@@ -469,7 +477,7 @@ class Planner:
         call = entry.call
         run = Running(call=call.id, part=part, start_us=lane.now_us)
         self.books.begin(lane, tenant, run, entry)
-        lane.most = max(lane.most, len(lane.running))
+        lane.most = max(lane.most, len(lane.working()))
         out.append(
             Run(
                 wpg=lane.id,

@@ -5,19 +5,21 @@ burst of facts. Nothing else changes the core. ``audit`` and ``explain`` read it
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from plexrl_slurm.core import facts
 from plexrl_slurm.core.audit import complaints
 from plexrl_slurm.core.books import Books
 from plexrl_slurm.core.costs import SwitchCosts
-from plexrl_slurm.core.explain import Explanation, WpgView, explain, explain_job, view
+from plexrl_slurm.core.explain import Asker, Explanation, WpgView, explain, explain_job, view
 from plexrl_slurm.core.handover import why_not_move
 from plexrl_slurm.core.ids import CallId, CauseId, DeploymentId, JobId, WpgId
 from plexrl_slurm.core.messages import AnyEvent, AnyInstruction, Tick, WakeAt
 from plexrl_slurm.core.planner import Planner
 from plexrl_slurm.core.policy import Policy
 from plexrl_slurm.core.tails import TailRules
+
+_NOBODY: Final = Asker()
 
 
 class SchedulerCore:
@@ -112,13 +114,15 @@ class SchedulerCore:
         if found:
             raise AssertionError("; ".join(found))
 
-    def explain(self, subject: CallId | DeploymentId | WpgId) -> Explanation:
+    def explain(
+        self, subject: CallId | DeploymentId | WpgId, asker: Asker = _NOBODY
+    ) -> Explanation:
         """What a call, a deployment or a WPG does or waits for."""
-        return explain(self._planner, subject)
+        return explain(self._planner, subject, asker)
 
-    def explain_job(self, job: JobId) -> Sequence[Explanation]:
+    def explain_job(self, job: JobId, asker: Asker = _NOBODY) -> Sequence[Explanation]:
         """The same for everything of a job that waits or runs."""
-        return explain_job(self._planner, job)
+        return explain_job(self._planner, job, asker)
 
     def story(self, deployment: DeploymentId) -> Sequence[str]:
         """What happened to its state, oldest first: one line a step, and one a move."""

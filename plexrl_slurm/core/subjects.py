@@ -48,6 +48,8 @@ class Wpg:
     gpus: int
     #: It has none of its own, and takes turns on those of this WPG, which is on the same nodes.
     shares: WpgId | None = None
+    #: Its memory was budgeted for a second engine, in which a tail may run on beside another's.
+    second_slot: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -81,6 +81,15 @@ class Mover:
         """Whether it is being emptied or relieved: then it is not given back by others."""
         return group in self._busy
 
+    def reserve(self, group: int) -> None:
+        """Nobody leaves it, and it is not given back, until it is free."""
+        self._busy.add(group)
+
+    def free(self, group: int) -> None:
+        """As before; its promises are looked at again."""
+        self._busy.discard(group)
+        self._world.doubtful.add(group)
+
     def drained(self, wpg: WpgId) -> None:
         """Nothing is under way there: the images are copied."""
         world = self._world

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from plexrl_slurm.core.messages import Activity
+from plexrl_slurm.sim.records import Stretch
 from plexrl_slurm.sim.report import per_job
 from plexrl_slurm.sim.run import Ran
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 #: Most WPGs, and stretches of each, of a Gantt chart: more is a grey bar.
 MOST_LANES: Final = 24
 _HOUR_US: Final = 3_600_000_000
+#: Of a Gantt chart's lower half: functions take minutes.
+_ZOOM_US: Final = 3 * _HOUR_US
 _COLOURS: Final = {
     Activity.SWITCH: "#d62728",
     Activity.KEPT: "#e7ba52",
@@ -34,6 +37,7 @@ def draw(runs: Sequence[Ran], folder: Path) -> list[Path]:
     for name, painter in (
         ("slowdowns", _slowdowns),
         ("use", _use),
+        ("utilisation", _utilisation),
         ("savings", _savings),
     ):
         figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
@@ -42,8 +46,9 @@ def draw(runs: Sequence[Ran], folder: Path) -> list[Path]:
         pyplot.close(figure)
     for ran in runs:
         if ran.world.chart is not None:
-            figure, axes = pyplot.subplots(figsize=(10, 5), layout="constrained")
-            _gantt(axes, ran)
+            figure, (whole, part) = pyplot.subplots(2, 1, figsize=(10, 8), layout="constrained")
+            _gantt(whole, ran)
+            _gantt(part, ran, zoom_us=_ZOOM_US)
             paths.append(_saved(figure, folder / f"gantt-{_name(ran, '-')}.png"))
             pyplot.close(figure)
     return paths
@@ -88,6 +93,40 @@ def _use(axes: "Axes", runs: Sequence[Ran]) -> None:
     axes.grid(alpha=0.3)
 
 
+def _utilisation(axes: "Axes", runs: Sequence[Ran]) -> None:
+    for ran in runs:
+        times, shares = utilisation(ran)
+        axes.step(times, shares, where="post", label=_name(ran), linewidth=1)
+    axes.set(
+        title="What held GPUs do over time",
+        xlabel="hours",
+        ylabel="share of held GPU time that is work, %",
+    )
+    axes.set_ylim(0, 100)
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
+
+
+def utilisation(ran: Ran, pieces: int = 48) -> tuple[list[float], list[float]]:
+    """Hours, and of the GPU time that is held from each on to the next, the percentage of work."""
+    chart = ran.world.chart or []
+    begin_us = min((each.start_us for each in chart), default=0)
+    end_us = max((each.stop_us for each in chart), default=0)
+    size_us = max(1, -(-(end_us - begin_us) // pieces))
+    held, work = [0] * pieces, [0] * pieces
+    for each in chart:
+        at_us = each.start_us
+        while at_us < each.stop_us:
+            piece = (at_us - begin_us) // size_us
+            until_us = min(each.stop_us, begin_us + (piece + 1) * size_us)
+            held[piece] += (until_us - at_us) * each.gpus
+            if each.activity is Activity.BUSY:
+                work[piece] += (until_us - at_us) * each.gpus
+            at_us = until_us
+    times = [(begin_us + number * size_us) / _HOUR_US for number in range(pieces)]
+    return times, [100 * did / has if has else 0.0 for did, has in zip(work, held, strict=True)]
+
+
 def _savings(axes: "Axes", runs: Sequence[Ran]) -> None:
     for ran in runs:
         saved = sorted(ran.world.saved_percent().values())
@@ -102,9 +141,30 @@ def _savings(axes: "Axes", runs: Sequence[Ran]) -> None:
     axes.grid(alpha=0.3)
 
 
-def _gantt(axes: "Axes", ran: Ran) -> None:
-    """Training WPGs that were shared first; only those that fit."""
+def busiest_us(chart: Sequence[Stretch], width_us: int) -> int:
+    """Where the stretch of time of that width begins in which most jobs work on training WPGs."""
+    pairs: dict[int, set[tuple[str, int]]] = {}
+    first_us = min((each.start_us for each in chart), default=0)
+    for each in chart:
+        if each.wpg.startswith("train") and each.activity is Activity.BUSY and each.job is not None:
+            pairs.setdefault((each.start_us - first_us) // width_us, set()).add(
+                (each.wpg, each.job)
+            )
+    busiest = max(pairs, key=lambda piece: (len(pairs[piece]), -piece), default=0)
+    return first_us + busiest * width_us
+
+
+def _gantt(axes: "Axes", ran: Ran, zoom_us: int | None = None) -> None:
+    """Training WPGs that were shared first; only those that fit. ``zoom_us``: only so long,
+    where most happens."""
     chart = ran.world.chart or []
+    title = f"{_name(ran)}: a colour is a job; red: switch, yellow: kept, grey: idle"
+    if zoom_us is not None:
+        begin_us = busiest_us(chart, zoom_us)
+        end_us = begin_us + zoom_us
+        chart = [each for each in chart if each.stop_us > begin_us and each.start_us < end_us]
+        axes.set_xlim(begin_us / _HOUR_US, end_us / _HOUR_US)
+        title = "The same, where most happens"
     jobs: dict[str, set[int]] = {}
     for stretch in chart:
         if stretch.wpg.startswith("train") and stretch.job is not None:
@@ -122,7 +182,4 @@ def _gantt(axes: "Axes", ran: Ran) -> None:
             axes.broken_barh(spans, (row - 0.4, 0.8), facecolors=colour, linewidth=0)
     axes.set_yticks(range(len(names)), names, fontsize=7)
     axes.invert_yaxis()
-    axes.set(
-        title=f"{_name(ran)}: a colour is a job; red: switch, yellow: kept, grey: idle",
-        xlabel="hours",
-    )
+    axes.set(title=title, xlabel="hours")

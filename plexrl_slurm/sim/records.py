@@ -13,6 +13,7 @@ class Stretch:
     """What one WPG did for a while; for charts."""
 
     wpg: WpgId
+    gpus: int
     activity: Activity
     job: JobId | None
     start_us: int

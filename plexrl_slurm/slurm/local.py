@@ -152,7 +152,8 @@ class LocalSlurm:
             return JobStatus(state=SlurmState.FAILED, exit_code=137, reason="BadExit", uid=uid)
         if alive:
             return JobStatus(state=SlurmState.RUNNING, uid=uid)
-        if begun:
+        # A runner that was cancelled may be gone without a word: the disk was full.
+        if begun and not cancelled:
             return JobStatus(state=SlurmState.FAILED, exit_code=137, reason="NodeFail", uid=uid)
         if cancelled:
             return JobStatus(state=SlurmState.CANCELLED, exit_code=0, uid=uid)

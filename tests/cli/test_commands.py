@@ -37,6 +37,8 @@ NODES: dict[str, Any] = {
             "state": "busy",
             "resident": "s1-1:train:0",
             "resident_job": 1,
+            "slurm_ids": ["101"],
+            "sentence": "train-0 is running optim_step of job 101",
             "since_us": T0,
             "waiting": 3,
             "running": 1,
@@ -65,6 +67,7 @@ STRETCHES: list[dict[str, Any]] = [
         "wpg": wpg,
         "activity": activity,
         "job_id": job,
+        "slurm_id": None if job is None else f"{100 + job}",
         "call_id": None if job is None else "c1",
         "kind": "optim_step",
         "start_us": T0 + start * 1_000_000,
@@ -237,14 +240,15 @@ def test_a_long_reason_is_cut_where_space_is_short(plexrl: Plexrl, daemon: FakeD
 def test_sinfo(plexrl: Plexrl, daemon: FakeDaemon) -> None:
     daemon.answers["GET /nodes"] = NODES
     assert plexrl("sinfo").stdout == (
-        "PARTITION WPG       POOL    NODE GPUS STATE RESIDENT     QUEUE\n"
-        "rlvr      train-0   train   n1   2    busy  s1-1:train:0 3\n"
-        "rlvr      rollout-0 rollout -    1    idle  -            0\n"
+        "PARTITION WPG       POOL    NODE GPUS STATE JOB RESIDENT     QUEUE\n"
+        "rlvr      train-0   train   n1   2    busy  101 s1-1:train:0 3\n"
+        "rlvr      rollout-0 rollout -    1    idle  -   -            0\n"
         "trouble: slurmctld does not answer\n"
     )
     long = plexrl("sinfo", "-l").stdout
     assert "h1   42    up    n1,n2 2026-02-02T02:40:00.000000Z -     -\n" in long
     assert "node n3 is left out until 2026-02-02T02:40:00.000000Z: rank train-1/0 died" in long
+    assert "\ntrain-0 is running optim_step of job 101\n" in long
     assert "host memory: 0.50 GiB of 1.00 GiB used" in long
     assert "tiny  312,448    float32 512" in long
 
@@ -257,7 +261,7 @@ def test_sinfo_shows_whose_gpus_a_wpg_shares_and_which_one_sleeps(
     daemon.answers["GET /nodes"] = NODES | {"wpgs": [train, rollout]}
     lines = plexrl("sinfo", "-h").stdout.splitlines()
     assert lines[1].split() == [
-        "rlvr", "rollout-0", "rollout", "-", "of", "train-0", "asleep", "-", "0",
+        "rlvr", "rollout-0", "rollout", "-", "of", "train-0", "asleep", "-", "-", "0",
     ]  # fmt: skip
 
 
@@ -291,7 +295,11 @@ def test_trace_draws_and_writes_a_perfetto_file(
     names = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert names == {"train-0", "rollout-0"}
     boxes = [event for event in events if event["ph"] == "X"]
-    assert [box["name"] for box in boxes[:3]] == ["job 1 switch", "job 1 optim_step", "job 1 kept"]
+    assert [box["name"] for box in boxes[:3]] == [
+        "job 101 switch",
+        "job 101 optim_step",
+        "job 101 kept",
+    ]
     assert sum(box["dur"] for box in boxes) == 6_000_000
 
 

@@ -55,6 +55,12 @@ class Actions:
     def __init__(self) -> None:
         self._all: list[tuple[str, str, int]] = []
 
+    def more(self) -> "Actions":
+        """The same, to which others are added."""
+        found = Actions()
+        found._all = list(self._all)
+        return found
+
     def action(self, needs: str = "", often: int = 1) -> Callable[[_Method], _Method]:
         """A method that takes dice; possible while the attribute ``needs`` is not empty. What is
         done ``often`` times as often as others is in every example."""

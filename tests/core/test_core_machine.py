@@ -33,6 +33,7 @@ example, a twentieth as many.
 """
 
 from collections import defaultdict
+from typing import ClassVar
 
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
@@ -68,6 +69,7 @@ from plexrl_slurm.core.messages import (
 )
 from plexrl_slurm.core.policy import POLICIES, find_policy
 from plexrl_slurm.core.scheduler import SchedulerCore
+from plexrl_slurm.core.tails import TailRules
 from tests.core.dice import BURST, DICE, THROWS, Actions, Dice
 from tests.core.effort import effort, tried
 from tests.core.workloads import ROLLOUT, TRAIN, call, sampled, trained
@@ -93,10 +95,15 @@ ACTIONS = Actions()
 class Core(RuleBasedStateMachine):
     """The core, and what the shell and the WPGs know."""
 
+    actions: ClassVar[Actions] = ACTIONS
+    wpgs: ClassVar[dict[str, Wpg]] = WPGS
+    #: Of tails; ``None``: they run to their end.
+    tails: TailRules | None = None
+
     @initialize(dice=DICE, swarm=DICE)
     def begin(self, dice: Dice, swarm: Dice) -> None:
         self.policy, self.every = dice.of(sorted(POLICIES)), 1 + dice.to(2)
-        self.enabled = ACTIONS.some(swarm)
+        self.enabled = self.actions.some(swarm)
         self.core = self.made()
         self.now = self.began_us = SECOND
         self.told: list[AnyEvent | int] = []
@@ -111,24 +118,32 @@ class Core(RuleBasedStateMachine):
         self.moves: dict[str, Switch | SaveImage] = {}
         self.up: dict[str, bool] = {}
         self.draining: set[str] = set()
-        self.charged_us: dict[str, int] = dict.fromkeys(WPGS, SECOND)
-        self.held: dict[str, int] = dict.fromkeys(WPGS, 0)
+        self.charged_us: dict[str, int] = dict.fromkeys(self.wpgs, SECOND)
+        self.held: dict[str, int] = dict.fromkeys(self.wpgs, 0)
         #: Writes that took effect on the newest state of each deployment, in order.
         self.effects: dict[DeploymentId, list[tuple[int, int]]] = defaultdict(list)
-        for wpg in WPGS.values():
+        for wpg in self.wpgs.values():
             self.tell(WpgHeld(wpg=wpg, at_us=self.now, cause=CAUSE))
             self.up[wpg.id] = True
             self.tell(WpgUp(wpg=wpg.id, at_us=self.now, cause=CAUSE))
 
     @rule(throws=THROWS)
     def steps(self, throws: bytes) -> None:
-        for _ in ACTIONS.take(self, self.enabled, throws):
-            self.nobody_waits_for_an_idle_wpg()
-            self.books_are_exact()
+        for _ in self.actions.take(self, self.enabled, throws):
+            self.check()
+
+    def check(self) -> None:
+        """After every step."""
+        self.nobody_waits_for_an_idle_wpg()
+        self.books_are_exact()
 
     def made(self) -> SchedulerCore:
         return SchedulerCore(
-            find_policy(self.policy), costs=SwitchCosts(), hold_us=HOLD_US, image_every=self.every
+            find_policy(self.policy),
+            costs=SwitchCosts(),
+            hold_us=HOLD_US,
+            image_every=self.every,
+            tails=self.tails,
         )
 
     def tell(self, event: AnyEvent) -> None:
@@ -186,7 +201,7 @@ class Core(RuleBasedStateMachine):
 
     def start_move(self, order: Switch | SaveImage) -> None:
         assert self.up[order.wpg] and order.wpg not in self.moves
-        assert not self.running_on(order.wpg), "nothing runs while state moves"
+        self.check_free(order)
         names = (
             [order.deployment]
             if isinstance(order, SaveImage)
@@ -196,6 +211,9 @@ class Core(RuleBasedStateMachine):
             if name in self.homes:
                 assert self.homes[name].wpg == order.wpg, "state moves at its home only"
         self.moves[order.wpg] = order
+
+    def check_free(self, order: Switch | SaveImage) -> None:
+        assert not self.running_on(order.wpg), "nothing runs while state moves"
 
     def finish(self, order: Finish) -> None:
         assert order.call not in self.answers, "answered twice"
@@ -272,14 +290,14 @@ class Core(RuleBasedStateMachine):
         self.now += dice.of(LATER)
         wpg, ok = dice.of(sorted(self.moves)), dice.of(ENDS)
         del self.moves[wpg]
-        self.tell(SwitchEnded(wpg=WPGS[wpg].id, ok=ok, moved_bytes=1000, at_us=self.now,
+        self.tell(SwitchEnded(wpg=self.wpgs[wpg].id, ok=ok, moved_bytes=1000, at_us=self.now,
                               cause=CAUSE))  # fmt: skip
 
     @ACTIONS.action()
     def crash_or_come_back(self, dice: Dice) -> None:
         self.now += dice.of(LATER)
         wpg, blame = dice.of(NAMES), dice.coin()
-        name = WPGS[wpg].id
+        name = self.wpgs[wpg].id
         if self.up[wpg]:
             for call_id in self.running_on(wpg):
                 del self.runs[call_id]
@@ -293,7 +311,7 @@ class Core(RuleBasedStateMachine):
     @ACTIONS.action()
     def drain_or_resume(self, dice: Dice) -> None:
         wpg = dice.of(NAMES)
-        name = WPGS[wpg].id
+        name = self.wpgs[wpg].id
         if wpg in self.draining:
             self.draining.discard(wpg)
             self.tell(WpgResumed(wpg=name, at_us=self.now, cause=CAUSE))
@@ -329,7 +347,7 @@ class Core(RuleBasedStateMachine):
 
     def books_are_exact(self) -> None:
         """In whole microseconds, and what a stretch is split into sums to it."""
-        for name, wpg in WPGS.items():
+        for name, wpg in self.wpgs.items():
             assert self.held[name] == (self.charged_us[name] - self.began_us) * wpg.gpus
 
     def teardown(self) -> None:

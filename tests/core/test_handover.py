@@ -177,7 +177,7 @@ def test_a_drain_waits_for_a_copy_that_fails_and_says_so() -> None:
     assert train.persisted(A, (1, 0), ok=False) == []
     assert train.core.explain(CallId("a/1")).sentence == (
         "WPG train-0 is being given back; the deployment moves when its state is durable; "
-        "copying its state to the durable tier has failed (1 in a row) and is tried again"
+        "copying its state to the durable tier has failed (1 in a row) and is tried again in 5.0 s"
     )
     assert train.wakes[-1] == train.now + 5 * SECOND
     assert short(train.later(5).tick()) == ["persist a at (1, 0) from train-0"]

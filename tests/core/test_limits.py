@@ -164,3 +164,23 @@ def test_whoever_is_let_in_one_after_another_keeps_every_limit(
             group = [each for each in inside if getattr(each, mine) == name]
             assert of.max_jobs is None or len(group) <= of.max_jobs
             assert of.host_bytes is None or sum(e.host_bytes for e in group) <= of.host_bytes
+
+
+@pytest.mark.parametrize("limit", ["max_jobs", "max_submit", "gpu_us_per_day"])
+def test_whoever_may_have_nothing_is_not_told_to_wait_for_an_end(limit: str) -> None:
+    found = tally(LimitRules(users=Limits(**{limit: 0})), [job(1)])
+    held = found.refusal(job(2)) if limit == "max_submit" else found.holds(job(2))
+    name = {"gpu_us_per_day": "gpu_seconds_per_day"}.get(limit, limit)
+    assert held is not None
+    assert held.sentence == (
+        f"{name} of user ada is 0, so that none of its jobs starts: ask your admin for more "
+        "([limits.user.ada])"
+    )
+
+
+def test_a_waiting_job_larger_than_a_limit_that_was_lowered_is_told_that_no_end_helps() -> None:
+    rules = LimitRules(users=Limits(host_bytes=GIB))
+    held = tally(rules).holds(job(1, gib=2))
+    assert held is not None and held.kind is HeldKind.ASSOC_MEMORY
+    assert "declare fewer or smaller models" in held.sentence
+    assert "when one of them ends" not in held.sentence

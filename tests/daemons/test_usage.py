@@ -230,7 +230,7 @@ def test_a_job_is_told_once_and_seen_to_be_there(bench: Bench) -> None:
     number = f"{100 + job}"
     bench.sacct.put(record(number, 0, 60, admin_comment="plexrl:1:rl:model=tiny"))
     bench.look()
-    text = f"plexrl: job {job}, busy 0.0 GPU-s, switch 0.0, kept 0.0"
+    text = f"plexrl: job {number}, busy 0.0 GPU-s, switch 0.0, kept 0.0"
     assert bench.sacct.notes == [(number, text)]
     assert bench.stories() == []
     bench.fresh()

@@ -107,11 +107,11 @@ BY_HAND = {
          20_000_000, 0),
     ],
     "usage_by_job": [
-        ("p2", 3, "c", "ada", "lab", "pending", 0, 0, 0, 0, 0, None),
-        ("rl", 1, "a", "ada", "lab", "completed", 66_666_666, 12_000_000, 0, ADA_BILL, 3,
+        ("p2", "103", 3, "c", "ada", "lab", "pending", 0, 0, 0, 0, 0, None),
+        ("rl", "101", 1, "a", "ada", "lab", "completed", 66_666_666, 12_000_000, 0, ADA_BILL, 3,
          hours(ADA_BILL, 3)),
-        ("rl", 2, "b", "bob", "lab", "running", 133_333_334, 80_000_000, 2_000_000, BOB_BILL, 1,
-         hours(BOB_BILL, 1)),
+        ("rl", "102", 2, "b", "bob", "lab", "running", 133_333_334, 80_000_000, 2_000_000,
+         BOB_BILL, 1, hours(BOB_BILL, 1)),
     ],
     "usage_by_user": [
         ("p2", "ada", 1000, 1, 0, 0, 0, 0, 0, None),
@@ -135,16 +135,16 @@ BY_HAND = {
          "yes"),
     ],
     "steps": [
-        ("rl", 1, "a", "ada", "2026-01-14 23:00", 2),
-        ("rl", 1, "a", "ada", "2026-01-15 00:00", 1),
-        ("rl", 2, "b", "bob", "2026-01-15 00:00", 1),
+        ("rl", "101", 1, "a", "ada", "2026-01-14 23:00", 2),
+        ("rl", "101", 1, "a", "ada", "2026-01-15 00:00", 1),
+        ("rl", "102", 2, "b", "bob", "2026-01-15 00:00", 1),
     ],
     "savings": [
-        ("rl", 1, "a", "ada", "lab", "completed", 100_000_000, 66.667, 12.0, 0.0,
+        ("rl", "101", 1, "a", "ada", "lab", "completed", 100_000_000, 66.667, 12.0, 0.0,
          ADA_BILL, ADA_IDLE, 3, round(ADA_BILL / 3e6, 6), round((ADA_BILL + ADA_IDLE) / 3e6, 6),
          4, 400_000_000, 400_000_000 - ADA_BILL - ADA_IDLE,
          round(100 * (400_000_000 - ADA_BILL - ADA_IDLE) / 400_000_000, 2)),
-        ("rl", 2, "b", "bob", "lab", "running", 159_999_999, 133.333, 80.0, 2.0,
+        ("rl", "102", 2, "b", "bob", "lab", "running", 159_999_999, 133.333, 80.0, 2.0,
          BOB_BILL, BOB_IDLE, 1, round(BOB_BILL / 1e6, 6), round((BOB_BILL + BOB_IDLE) / 1e6, 6),
          4, 639_999_996, 639_999_996 - BOB_BILL - BOB_IDLE,
          round(100 * (639_999_996 - BOB_BILL - BOB_IDLE) / 639_999_996, 2)),
@@ -216,7 +216,7 @@ def test_dates_agree_with_the_calendar(session: Session, date: str) -> None:
     model = add_deployment(session, job)
     add_step(session, job, model, seq=0, at_us=int(when.timestamp()) * 1_000_000)
     rows = reports.run_report(session, "steps").rows
-    assert rows == (("rl", job, "count", "ada", f"{date} 23:00", 1),)
+    assert rows == (("rl", f"{100 + job}", job, "count", "ada", f"{date} 23:00", 1),)
 
 
 def test_empty_books_give_empty_reports(session: Session) -> None:

@@ -163,21 +163,24 @@ def test_holds_without_slurm_are_left_out(held: Session) -> None:
 def test_the_summary_says_what_the_reports_say(session: Session) -> None:
     tell_the_story(session)
     report = reports.run_report(session, "savings")
-    saved = {row[1]: row[-1] for row in report.rows}
+    row_id = report.columns.index("job_id")
+    saved = {row[row_id]: row[-1] for row in report.rows}
     assert summary_of(session, JobId(1)) == (
-        f"plexrl: job 1, busy 66.7 GPU-s, switch 12.0, kept 0.0, saved {saved[1]:.0f} %"
+        f"plexrl: job 101, busy 66.7 GPU-s, switch 12.0, kept 0.0, saved {saved[1]:.0f} %"
     )
     assert summary_of(session, JobId(2)) == (
-        f"plexrl: job 2, busy 133.3 GPU-s, switch 80.0, kept 2.0, saved {saved[2]:.0f} %"
+        f"plexrl: job 102, busy 133.3 GPU-s, switch 80.0, kept 2.0, saved {saved[2]:.0f} %"
     )
-    assert summary_of(session, JobId(3)) == "plexrl: job 3, busy 0.0 GPU-s, switch 0.0, kept 0.0"
+    assert summary_of(session, JobId(3)) == "plexrl: job 103, busy 0.0 GPU-s, switch 0.0, kept 0.0"
 
 
 def test_a_job_that_lived_nowhere_saved_nothing(session: Session) -> None:
     add_hold(session, now_us=at(0))
     job = add_running_job(session, started_us=at(0))
     charge(session, at(0), at(9), activity=Activity.BUSY, job=job)
-    assert summary_of(session, job) == (f"plexrl: job {job}, busy 18.0 GPU-s, switch 0.0, kept 0.0")
+    assert summary_of(session, job) == (
+        f"plexrl: job {100 + job}, busy 18.0 GPU-s, switch 0.0, kept 0.0"
+    )
 
 
 def test_the_summary_is_short_and_has_nothing_of_the_users(session: Session) -> None:

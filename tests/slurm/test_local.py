@@ -126,17 +126,22 @@ def test_numbers_are_never_given_twice(slurm: LocalSlurm, tmp_path: Path) -> Non
     assert numbers == ["1", "2", "3", "4", "5"]
 
 
-def test_a_job_whose_runner_was_killed_has_failed(slurm: LocalSlurm, tmp_path: Path) -> None:
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_a_job_whose_runner_was_killed_has_failed_unless_it_was_cancelled(
+    slurm: LocalSlurm, tmp_path: Path, cancelled: bool
+) -> None:
     number = slurm.submit(job(tmp_path, "sleep 1"), hold=False)
     runner = tmp_path / "local" / number / "runner"
     deadline = time.monotonic() + 10
     while not runner.exists():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+    if cancelled:  # and its runner had no room to write how it ended
+        (tmp_path / "local" / number / "cancelled").touch()
     os.kill(int(runner.read_text().split()[0]), 9)
-    assert end_of(slurm, number) == JobStatus(
-        state=SlurmState.FAILED, exit_code=137, reason="NodeFail"
-    )
+    failed = JobStatus(state=SlurmState.FAILED, exit_code=137, reason="NodeFail")
+    ended = JobStatus(state=SlurmState.CANCELLED, exit_code=0)
+    assert end_of(slurm, number) == (ended if cancelled else failed)
 
 
 def test_what_a_script_left_in_a_session_of_its_own_ends_with_it(

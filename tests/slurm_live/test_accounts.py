@@ -92,8 +92,7 @@ def test_slurm_shows_what_a_job_used_beside_its_own_comment(partition: Partition
     job = partition.submit("plxalice", script(3), "--comment=mine: 100 % of it")
     assert partition.wait_job(job, "completed", "failed")["state"] == "completed"
     line = told(partition, job)
-    number = partition.job(job)["job_id"]
-    assert line.startswith(f"plexrl: job {number}, busy "), line
+    assert line.startswith(f"plexrl: job {job}, busy "), line
     assert " gpu-s, switch " in line and line.endswith(" %"), line
     assert float(line.split("busy ")[1].split()[0]) > 0
     assert notes(partition, job)[1] == "mine: 100 % of it"
