@@ -203,7 +203,7 @@ class Sampler:
 
     async def reload(self) -> float:
         """vLLM's own, and nothing else."""
-        (slot,) = self.engine._slots.values()
+        (slot,) = self.engine._slots
         folder = str(self._folders[self._next()])
         began = time.perf_counter()
         await slot.engine.collective_rpc("reload_weights", kwargs={"weights_path": folder})
