@@ -10,7 +10,7 @@ PYTEST := $(BIN)/python -m pytest
 FAST := not (engines or postgres or slow or slurm or gpu)
 ARGS ?=
 
-.PHONY: help setup check test demo demo-slurm soak nightly format lint types layers unit marked bless db-revision clean
+.PHONY: help setup check test demo demo-slurm soak nightly format lint types layers unit marked live bless db-revision clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -20,7 +20,12 @@ setup: ## install and build what is missing (seconds when nothing is)
 
 check: lint types layers unit ## before every commit: linters, types, layers, fast tests (< 2 min)
 
-test: lint types layers unit marked ## everything, as CI runs it (ARGS="..." goes to pytest)
+# A real Slurm is mostly waited for, so what is tested with it goes on beside all the rest; what
+# that says comes at the end.
+test: ## everything, as CI runs it (ARGS="..." goes to pytest)
+	@scripts/setup.sh tiny swapping
+	@scripts/beside.sh "$(MAKE) --no-print-directory lint types layers unit marked" \
+		"$(MAKE) --no-print-directory live"
 
 demo: ## three GRPO jobs share one hold, shared against alone (<= 8 min; ARGS="--help" for its knobs)
 	@scripts/setup.sh tiny
@@ -37,7 +42,7 @@ soak: ## eight jobs with memory for two, random kill -9: nobody may differ (SOAK
 
 # Prints a line every thousand examples. A failure prints what repeats it.
 nightly: setup ## what the scheduler promises, with 10^5 examples each (hours; PLEXRL_EXAMPLES=5000)
-	PLEXRL_EXAMPLES=$${PLEXRL_EXAMPLES:-100000} $(PYTEST) -s -v --timeout 0 tests/core/test_*_machine.py tests/core/test_*_properties.py tests/sim/test_run_properties.py $(ARGS)
+	PLEXRL_EXAMPLES=$${PLEXRL_EXAMPLES:-100000} $(PYTEST) -s -v --timeout 0 tests/core/test_*_machine.py tests/core/test_*_properties.py tests/sim/test_run_properties.py tests/daemons/test_tier_steps.py $(ARGS)
 	$(BIN)/python -m benchmarks.starvation
 
 format: setup ## rewrite: ruff format and its safe fixes
@@ -55,18 +60,21 @@ layers: setup ## who may import whom (import-linter)
 	$(BIN)/lint-imports
 
 unit: setup
-	$(PYTEST) -n 2 -m "$(FAST)" $(ARGS)
+	$(PYTEST) -n 2 --dist worksteal -m "$(FAST)" $(ARGS)
 
 # Nothing that was promised here may be skipped. What a killed service leaves of the SDK's connections
 # is blamed on whichever test is running when it is collected, so that warning is no error here.
-MARKED := PLEXRL_TESTS_MUST_RUN=slurm,postgres,engines $(PYTEST) -W ignore:unclosed:ResourceWarning --durations=10
+MARKED := PLEXRL_TESTS_MUST_RUN=slurm,postgres,engines $(PYTEST) -W ignore:unclosed:ResourceWarning --durations=10 \
+	--dist loadfile --no-loadscope-reorder
 
-# Tests on a real Slurm mostly wait for it: two clusters at once. The others one at a time: they
-# start servers and engines, which want both cores.
-marked:
+# One worker more than cores: each waits for the others' processes now and then.
+marked: ## what starts engines, servers and daemons, but for a real Slurm
 	@scripts/setup.sh tiny swapping
-	$(MARKED) -m "not ($(FAST)) and not slurm" -n 2 --dist loadfile $(ARGS)
-	$(MARKED) -m slurm -n 2 --dist loadfile $(ARGS)
+	$(MARKED) -n 3 -m "not ($(FAST)) and not slurm" $(ARGS)
+
+live: ## what needs a real Slurm: on two private clusters at once (root)
+	@scripts/setup.sh tiny
+	$(MARKED) -n 2 -m slurm tests/slurm_live $(ARGS)
 
 bless: setup ## rewrite the golden files in tests/golden, then read the diff
 	$(PYTEST) -m "$(FAST)" --bless $(ARGS)

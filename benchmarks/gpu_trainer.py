@@ -1,11 +1,13 @@
 """What ``gpu_check`` measures with: a device, a model of flat tensors, images in shared memory."""
 
 import ctypes
+import gc
 import hashlib
 import mmap
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
@@ -15,6 +17,11 @@ from torch import Tensor
 from plexrl_slurm.engines.movers import Mover, Piece
 
 PAGE: Final = 4096
+#: Bytes of memory that are asked for at once, and that are left to others.
+STRIDE: Final = 256 << 20
+SPARE: Final = 512 << 20
+#: Bytes that one thread makes a digest of.
+DIGESTED: Final = 64 << 20
 
 
 class Device:
@@ -49,15 +56,58 @@ class Device:
         return time.perf_counter() - start
 
 
-class HostImage:
-    """Mapped shared memory, as a slab is; a slab's header needs packages that are not here."""
+class NoRoom(Exception):
+    """Host memory for all slabs is not to be had."""
 
-    def __init__(self, path: Path, size: int) -> None:
-        with path.open("w+b") as file:
-            os.posix_fallocate(file.fileno(), 0, size)
+
+def reserve(descriptor: int, size: int, *, patience_s: float = 20.0) -> None:
+    """Give a file in memory its pages, no faster than a machine whose memory grows can follow."""
+    for at in range(0, size, STRIDE):
+        part = min(STRIDE, size - at)
+        deadline = time.monotonic() + patience_s
+        while (free := available_memory()) < part + SPARE:
+            if time.monotonic() > deadline:
+                raise NoRoom(f"{at / 1e9:.1f} of {size / 1e9:.1f} GB; {free / 1e9:.1f} GB are free")
+            time.sleep(0.05)
+        try:
+            os.posix_fallocate(descriptor, at, part)
+        except OSError as error:
+            raise NoRoom(f"{at / 1e9:.1f} of {size / 1e9:.1f} GB: {error.strerror}") from error
+
+
+def available_memory() -> int:
+    """Bytes that may still be taken, of the machine and of this control group."""
+    facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(facts["MemAvailable"].split()[0]) * 1024
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        used = int((group / "memory.current").read_text())
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return free
+    if limit == "max":
+        return free
+    cached = int(statistics.get("file", 0)) - int(statistics.get("shmem", 0))
+    return min(free, int(limit) - used + max(0, cached))
+
+
+class HostImage:
+    """Mapped shared memory, as a slab is; a slab's header needs packages that are not here.
+
+    It has no name, so that ``/dev/shm`` may be small and a run that is killed leaves nothing.
+    """
+
+    def __init__(self, name: str, size: int) -> None:
+        """Raises :class:`NoRoom`."""
+        descriptor = os.memfd_create(name)
+        try:
+            reserve(descriptor, size)
             flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-            self.memory = memoryview(mmap.mmap(file.fileno(), size, flags=flags))
-        self.path = path
+            self.memory = memoryview(mmap.mmap(descriptor, size, flags=flags))
+        finally:
+            os.close(descriptor)
+        self.name = name
         #: What a slab's header says: names, and everything that is not a tensor.
         self.names: list[str] = []
         self.counters: dict[str, int] = {}
@@ -176,11 +226,7 @@ class Trainer:
 
     def digest(self) -> str:
         """Of everything that an image between two steps holds."""
-        digest = hashlib.sha256()
-        for tensor in self.tensors(is_open=self.open).values():
-            host = tensor.reshape(-1).view(torch.uint8).cpu()
-            digest.update((ctypes.c_ubyte * host.numel()).from_address(host.data_ptr()))
-        return digest.hexdigest()
+        return digest_of(self.tensors(is_open=self.open))
 
     def give_back(self) -> None:
         """All memory of the state, as a skeleton does for one of another architecture."""
@@ -193,25 +239,55 @@ class Trainer:
             tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
 
 
+def digest_of(tensors: Mapping[str, Tensor]) -> str:
+    """Of their bytes; several threads, because one takes a minute for what a GPU holds."""
+    chunks = [
+        chunk
+        for tensor in tensors.values()
+        for chunk in tensor.detach().reshape(-1).view(torch.uint8).split(DIGESTED)
+    ]
+
+    def one(chunk: Tensor) -> bytes:
+        host = chunk.cpu()
+        return hashlib.sha256(
+            (ctypes.c_ubyte * host.numel()).from_address(host.data_ptr())
+        ).digest()
+
+    with ThreadPoolExecutor(min(16, len(os.sched_getaffinity(0)))) as pool:
+        return hashlib.sha256(b"".join(pool.map(one, chunks))).hexdigest()
+
+
+def image_bytes(parameters: int) -> int:
+    """Of a slab for an open step: weights, masters, two moments and gradients."""
+    pages = sum(-(-parameters * width // PAGE) for width in (2, 4, 4, 4, 2))
+    return (pages + 1) * PAGE
+
+
 class Switcher:
     """Images of both jobs and a spare slab, as an agent keeps them."""
 
-    def __init__(self, trainer: Trainer, device: Device, folder: Path) -> None:
-        self._trainer, self._device = trainer, device
+    def __init__(self, trainer: Trainer, device: Device, slabs: list[HostImage]) -> None:
+        """Three of them."""
+        self._trainer, self._device, self._slabs = trainer, device, slabs
         self.mover = Mover.for_device(device.torch)
-        whole = trainer.tensors(is_open=True).values()
-        pages = sum(-(-t.numel() * t.element_size() // PAGE) for t in whole)
-        slabs = []
         self.pin_s = 0.0
-        for name in ("a", "b", "spare"):
-            slabs.append(HostImage(folder / name, (pages + 1) * PAGE))
+        for slab in slabs:
             started = time.perf_counter()
-            self.mover.pin(slabs[-1].path, slabs[-1].memory)
+            self.mover.pin(slab.name, slab.memory)
             self.pin_s += time.perf_counter() - started
         self.images = {"a": slabs[0], "b": slabs[1]}
         self.spare = slabs[2]
         self.pinned = all(torch.frombuffer(s.memory, dtype=torch.uint8).is_pinned() for s in slabs)
         self.seconds: list[float] = []
+
+    def close(self) -> None:
+        """The slabs' memory can be given back then."""
+        for slab in self._slabs:
+            self.mover.unpin(slab.name)
+        self.images.clear()
+        self._slabs.clear()
+        del self.spare
+        gc.collect()
 
     def save(self, job: str) -> int:
         """Into the spare slab, which is the job's image then."""

@@ -17,6 +17,7 @@ from typing import Any
 from sqlalchemy import create_engine, text
 
 from plexrl_slurm.cli import history
+from plexrl_slurm.cli.jobids import JobNumber
 from plexrl_slurm.core.ids import WpgId
 from plexrl_slurm.core.messages import Pool, Wpg
 from plexrl_slurm.sim.cluster import Cluster, Plan
@@ -54,7 +55,12 @@ def measured_s(demo: Path, jobs: list[int]) -> float:
 def simulated_s(demo: Path, jobs: list[int], policy: str) -> list[float]:
     """GPU-seconds, for each seed."""
     site = read_site(demo / "plexrl.toml")
-    trace, _ = history.trace_of(site, days=36_500, rows_only=jobs)
+    numbers = ", ".join(map(str, jobs))
+    engine = create_engine(f"sqlite:///{demo.resolve() / 'ledger.db'}")
+    with engine.connect() as connection:
+        asked = text(f"SELECT slurm_id FROM jobs WHERE id IN ({numbers})")
+        shown = [JobNumber(str(number)) for number in connection.execute(asked).scalars()]
+    trace, _ = history.trace_of(site, days=36_500, only=shown)
     cluster = Cluster(train_gpus=1, rollout_gpus=1)
     found = []
     for seed in SEEDS:
@@ -78,7 +84,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     policy = json.loads((asked.demo / "report.json").read_text(encoding="utf-8"))["policy"]
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, jobs in runs_of(asked.demo).items():
         real, found = measured_s(asked.demo, jobs), simulated_s(asked.demo, jobs, policy)
         middle = sorted(found)[len(found) // 2]

@@ -1,6 +1,6 @@
 """How fast does an image go to a disk and back, against direct I/O of the same bytes?
 
-    python benchmarks/state_nvme.py [--json] [--rounds N] [--mib 256] [--folder DIR]
+    python benchmarks/state_nvme.py [--json] [--rounds N] [--mib 1344] [--folder DIR]
 
 An image of one rank in shared memory. Every round writes it with its checksums (manifest, fsync
 and rename included) and reads it back, checked; and moves as many bytes in the same blocks at the
@@ -161,12 +161,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--mib", type=int, default=256, help="size of the image")
+    parser.add_argument(
+        "--mib", type=int, default=1344, help="size of the image; a 100M-parameter training image"
+    )
     parser.add_argument("--folder", type=Path, default=Path(), help="on the disk to measure")
     parser.add_argument("--slabs", type=Path, default=Path("/dev/shm"), help="a tmpfs")
     found = "fio" if shutil.which("fio") else "own"
     parser.add_argument("--yardstick", choices=("fio", "own"), default=found)
     arguments = parser.parse_args()
+    wanted, free = 5 * arguments.mib << 19, shutil.disk_usage(arguments.folder).free
+    if free < wanted:  # the image, as many plain bytes, and some more
+        raise SystemExit(f"{arguments.folder} has {free} bytes free, and {wanted} are needed")
     with (
         tempfile.TemporaryDirectory(dir=arguments.folder) as folder,
         tempfile.TemporaryDirectory(dir=arguments.slabs) as slabs,

@@ -115,8 +115,8 @@ class Nodes:
             file.seek(-(self.size // 4), os.SEEK_END)
             file.write(tail[::-1][: len(tail) // 2 * 2])
         self.source, self._pipe = started(give, folder / "gives")
-        self.store = SnapshotStore(folder / "fetches", shared=None, writer="fetches")
         self.fetches = links_in(folder / "fetches", "fetches")
+        self.store = self.fetches._store
         self.hidden = tm.SnapshotSource(
             agent="gives", host=self.source.host, port=self.source.port, folder="", token=""
         )

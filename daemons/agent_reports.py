@@ -40,7 +40,7 @@ class AgentReports:
     def hopeless(self) -> list[tuple[Place, str]]:
         """Places with a WPG that does not start there, however often it is tried."""
         failing = [
-            (place, held.id, view.failures)
+            (place, held.id, max(view.failures, view.lost_wakes))
             for place, wpgs in self._places.items()
             for held in wpgs
             if (view := self.wpgs.get(held.id)) is not None
@@ -77,7 +77,9 @@ class AgentReports:
         view = self.wpgs.get(report.name)
         if view is None or view.agent != address or report.incarnation < view.incarnation:
             return
-        view.incarnation, view.pids, view.reason = report.incarnation, report.pids, report.reason
+        view.incarnation, view.pids = report.incarnation, report.pids
+        # It may come up again and again, and die when it is woken.
+        view.reason = report.reason or (view.reason if view.lost_wakes else "")
         say(log, "wpg", name=report.name, state=report.state, reason=report.reason)
         if report.state == "up" and view.state != "up":
             view.state, view.failures = "up", 0

@@ -6,7 +6,7 @@ from itertools import count
 from plexrl_slurm.core.errors import DeviceBusy
 from plexrl_slurm.daemons.agent_orders import Orders
 from plexrl_slurm.daemons.gang import Gang, GangLost
-from plexrl_slurm.daemons.shared_gpus import Share, SharedGpus
+from plexrl_slurm.daemons.shared_gpus import Share, SharedGpus, WakeLost
 from plexrl_slurm.transport import messages as tm
 
 
@@ -53,6 +53,8 @@ class Turns:
             try:
                 await group.grant(order.wpg)
             except DeviceBusy as problem:
+                error = str(problem)
+            except WakeLost as problem:
                 error = str(problem)
             except GangLost as problem:
                 error = f"a gang was lost: {problem}"

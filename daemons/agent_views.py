@@ -20,6 +20,8 @@ class WpgView:
     pids: list[int] = field(default_factory=list)
     #: Starts in a row that did not bring it up.
     failures: int = 0
+    #: Times in a row that its ranks died while they were woken.
+    lost_wakes: int = 0
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ from plexrl_slurm.daemons.gang_orders import GangOrders
 from plexrl_slurm.daemons.image_stories import ImageStories
 from plexrl_slurm.daemons.layout import HeldWpg, Place
 from plexrl_slurm.daemons.order_post import OrderPost
+from plexrl_slurm.daemons.shared_gpus import WOKEN
 from plexrl_slurm.daemons.shell import Shell
 from plexrl_slurm.daemons.snapshot_places import SnapshotPlaces
 from plexrl_slurm.logs import say
@@ -334,8 +335,13 @@ class AgentHub(AgentReports, OrderPost):
                 pass
 
     def _granted(self, report: tm.Done) -> None:
+        view = self.wpgs.get(report.wpg)
         if not report.ok:
             say(log, "grant_refused", wpg=report.wpg, reason=report.error)
+        if view is not None and report.ok:
+            view.lost_wakes = 0
+        elif view is not None and report.error.startswith(WOKEN):
+            view.lost_wakes, view.reason = view.lost_wakes + 1, report.error
         self._shell.feed(
             Granted(
                 at_us=now_us(),

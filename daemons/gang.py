@@ -79,6 +79,8 @@ class Gang:
         self.state = "down"
         self.incarnation = 0
         self.pids: list[int] = []
+        #: It is being woken; how often in a row it went down before it was awake.
+        self.waking, self.lost_wakes = False, 0
         self._models, self._endpoint, self._folder = models, endpoint, folder
         self._specs, self._writer, self._devices = specs, writer, devices
         self._send, self._changed = send, changed
@@ -178,7 +180,7 @@ class Gang:
             if self._ending():
                 return
             failures = 0 if came_up else failures + 1
-            pause = pause_after(failures)
+            pause = pause_after(max(failures, self.lost_wakes))
             say(
                 log,
                 "gang_down",
@@ -206,6 +208,7 @@ class Gang:
             came_up = self.state == "up"
             await self._kill()
         self.state, self.pids = "down", []
+        self.lost_wakes += self.waking
         for waiting in self._open.values():
             if not waiting.future.done():
                 waiting.future.set_exception(GangLost(self._reason))

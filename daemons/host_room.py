@@ -179,6 +179,7 @@ class HostRoom:
                 tier=Tier.HOST,
                 needed_bytes=self._used() - spare + largest - self._limit,
                 below_bytes=self._below(),
+                now_us=now_us(),
             )
             key = next((_key(each) for each in found if each.how is How.SPILL), None)
             if key is None:
@@ -201,6 +202,7 @@ class HostRoom:
                 tier=Tier.HOST,
                 needed_bytes=excess,
                 below_bytes=self._below(),
+                now_us=now_us(),
             )
             if found:
                 if not await self._evict(found[0]):
@@ -217,7 +219,7 @@ class HostRoom:
             if self._delete_a_free_slab(store):
                 continue
             found = choose(
-                self._images(kept).values(), tier=Tier.HOST, needed_bytes=excess, below_bytes=0
+                self._images(kept).values(), tier=Tier.HOST, needed_bytes=excess, now_us=now_us()
             )
             if sum(each.bytes for each in found) < excess:
                 return False
@@ -307,7 +309,7 @@ class HostRoom:
         # Those that somebody reads in memory stay there, so their copies are needed least.
         images = [replace(image, pinned=False) for image in self._images(()).values()]
         missing = self.nvme.used + size - self.nvme.limit
-        for each in choose(images, tier=Tier.NVME, needed_bytes=missing):
+        for each in choose(images, tier=Tier.NVME, needed_bytes=missing, now_us=now_us()):
             self.nvme.drop(*_key(each))
         return self.nvme.used + size <= self.nvme.limit
 

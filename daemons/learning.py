@@ -1,7 +1,8 @@
 """What jobs are like: learned while they run, kept in the database, believed at the next one."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -44,8 +45,8 @@ Key = tuple[str, str, str, int]
 class LearningCore(JournalledCore):
     """A core of which somebody learns what jobs are like; that decides nothing in it."""
 
-    def __init__(self, policy: Policy, *, path: Path, prior: SwitchCosts, **options: Any) -> None:
-        super().__init__(policy, path=path, prior=prior, **options)
+    def __init__(self, policy: Policy, *, path: Path, prior: SwitchCosts, **more: Any) -> None:
+        super().__init__(policy, path=path, prior=prior, **more)
         self.learner = Learner()
         #: Called when a step of a job was measured.
         self.on_step: Callable[[JobId], None] = lambda _job: None
@@ -97,6 +98,8 @@ class HabitBook:
         self._known: dict[Key, Known] = {}
         #: The newest by user and model, and by model alone (""); of these by GPUs, newest last.
         self._sizes: dict[tuple[str, str], dict[int, Known]] = {}
+        #: How often something was learned of jobs of a model.
+        self._news: Counter[str] = Counter()
         self._own: dict[JobId, Learned] = {}
         self._habits: dict[JobId, Habits] = {}
         #: Where jobs live; set by :meth:`inform`.
@@ -109,6 +112,7 @@ class HabitBook:
         """From now on ``placer`` asks this book, which learns from ``learner``."""
         self._placer, self._learner = placer, learner
         placer.habits_of = self.habits_of
+        placer.version_of = self.version_of
         placer.ends_of = lambda job: self.expected_end_us(job, now_us())
 
     async def read(self, store: Store) -> None:
@@ -136,6 +140,11 @@ class HabitBook:
         known = self._like(job, model, gpus)
         return self._guessed if known is None else known.learned.habits(self._guess.switch_us)
 
+    def version_of(self, job: LiveJob) -> Hashable:
+        """Another one when :meth:`habits_of` has another answer."""
+        own = self._habits.get(job.id)
+        return own if own is not None else self._news[job.models[0] if job.models else ""]
+
     def _like(self, job: LiveJob, model: str, gpus: int) -> Known | None:
         exact = self._known.get((job.user, job.name, model, gpus))
         if exact is not None:
@@ -149,6 +158,7 @@ class HabitBook:
         """The newest of its key, of its user and of anybody."""
         self._known[key] = known
         user, _, model, gpus = key
+        self._news[model] += 1
         for whose in (user, ""):
             sizes = self._sizes.setdefault((whose, model), {})
             sizes.pop(gpus, None)

@@ -99,12 +99,13 @@ class Mover:
             return
         self._take(job, pool, old, new, reason)
 
-    def move_training(self, job: LiveJob, new: WpgId, reason: str) -> bool:
-        """Move what a job trains to ``new``; false if something of it is under way where it is."""
-        old = job.homes.get(Pool.TRAIN)
+    def move(self, job: LiveJob, pool: Pool, new: WpgId, reason: str) -> bool:
+        """Move all that a job has in ``pool`` to ``new``; false if something of it is under way
+        where it is."""
+        old = job.homes.get(pool)
         if old is None or old == new or not self._may_leave(job, old):
             return False
-        self._take(job, Pool.TRAIN, old, new, reason)
+        self._take(job, pool, old, new, reason)
         return True
 
     def _take(self, job: LiveJob, pool: Pool, old: WpgId, new: WpgId, reason: str) -> None:

@@ -152,6 +152,7 @@ class Daemon:
             find_policy(config.policy),
             path=config.state_dir / "journal" / f"{epoch}.jsonl",
             prior=SwitchCosts(),
+            queue=config.queue.rules(joins_first=config.sharing.joins_first),
             hold_us=config.hold_us,
             image_every=config.image_every,
             durable_every=config.hold.durable_every if config.durable else None,
@@ -184,6 +185,7 @@ class Daemon:
         core.expected_of = parts.habits.expected_of
         await parts.habits.read(store)
         service = PartitionService(parts)
+        service.standings.journal = core
         books.on_end = service.call_ended
         recovery = Recovery(parts, service)
         await recovery.read()

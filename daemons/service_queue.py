@@ -184,7 +184,7 @@ class QueueCalls(EvictCalls):
         """Made here, where nothing changes meanwhile; used in another thread."""
         rows = [*inside, *waiting]
         subjects = {JobId(row.id): self.standings.subject(row) for row in rows}
-        tally = self.standings.tally([])
+        tally = self.standings.tally([], self.now_us())
         for row in inside:
             tally.enter(subjects[JobId(row.id)])
         return DryRun(

@@ -8,10 +8,18 @@ the state of a training gang is in an image: what sleeps forgets. A gang comes u
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from plexrl_slurm.core.errors import DeviceBusy
-from plexrl_slurm.daemons.gang import Gang
+from plexrl_slurm.daemons.gang import Gang, GangLost
 from plexrl_slurm.engines import ranklink
+
+#: How the end of a grant begins that its own gang did not outlive.
+WOKEN: Final = "its ranks died while they were woken"
+
+
+class WakeLost(GangLost):
+    """A gang went down before it was awake."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +95,14 @@ class SharedGpus:
         share = self._shares[name]
         wanted = share.awake_bytes // share.gang.processes if needed is None else needed
         born = share.gang.incarnation
-        await self._all_well(name, ranklink.Wake(needed=wanted))
+        share.gang.waking = True
+        try:
+            await self._all_well(name, ranklink.Wake(needed=wanted))
+        except GangLost as problem:
+            raise WakeLost(f"{WOKEN}: {problem}") from problem
+        finally:
+            share.gang.waking = False
+        share.gang.lost_wakes = 0
         self._awake[name] = born
 
     async def _all_well(self, name: str, operation: ranklink.Sleep | ranklink.Wake) -> None:

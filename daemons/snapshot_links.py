@@ -197,6 +197,7 @@ class SnapshotLinks:
             self._store.fetched_path(wanted.name),
             size=wanted.bytes or None,
             spare=self._store.spare,
+            maps=self._store.maps,
         )
         try:
             async with self._turns:

@@ -14,6 +14,7 @@ from typing import Final
 from plexrl_slurm.logs import say
 from plexrl_slurm.memory import contents
 from plexrl_slurm.memory.files import part_name, storage_errors
+from plexrl_slurm.memory.kept_maps import KeptMaps
 from plexrl_slurm.memory.partial import forget_partial, nobody_has
 from plexrl_slurm.transport import messages as tm
 
@@ -35,6 +36,8 @@ class SnapshotStore:
         """``shared``: a folder that all agents see, or ``None``: this node is all there is."""
         self.published, self.fetched = host / "snapshots", host / "fetched"
         self._shared, self._writer = shared, writer
+        #: Of files that were fetched.
+        self.maps = KeptMaps()
         #: Secret of this folder; "" before :meth:`own`.
         self.token = ""
         self._publishing: set[str] = set()
@@ -222,6 +225,7 @@ class SnapshotStore:
             if path != self.spare and name not in wanted:
                 path.unlink(missing_ok=True)
         contents.forget(self.published)
+        self.maps.prune()
 
     def drop(self, name: str) -> None:
         """Nobody samples from it any more."""
@@ -238,10 +242,11 @@ class SnapshotStore:
         contents.forget(self.published)
         fetched = self.fetched_path(name)
         forget_partial(fetched)
-        if name not in self._read and not self.spare.exists() and nobody_has(fetched):
+        if name not in self._read and not self.spare.exists() and nobody_has(fetched, self.maps):
             fetched.rename(self.spare)
         else:
             fetched.unlink(missing_ok=True)
+        self.maps.prune()
 
 
 def _copy_file(source: Path, target: Path, writer: str) -> None:

@@ -3,36 +3,18 @@
 Knows the ledger as far as it was read; everything that decides is in ``core``.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
+from plexrl_slurm.core.dues import MINUTE_US, Dues
 from plexrl_slurm.core.errors import BadInput
 from plexrl_slurm.core.ids import JobId
-from plexrl_slurm.core.limits import (
-    NORMAL,
-    Held,
-    HeldKind,
-    Key,
-    Qos,
-    Subject,
-    Tally,
-    keys_of,
-)
-from plexrl_slurm.core.priority import (
-    DAY_US,
-    REMEMBERED,
-    Factors,
-    Owner,
-    Priority,
-    Usage,
-    factors,
-    fair_shares,
-    in_order,
-    weighted,
-)
+from plexrl_slurm.core.limits import NORMAL, Qos, Subject, Tally
+from plexrl_slurm.core.priority import DAY_US, REMEMBERED, Factors, Owner, Priority
+from plexrl_slurm.core.queue_pass import Queued, Refused, ordered, standings
 from plexrl_slurm.core.states import JobState
+from plexrl_slurm.daemons.job_views import PROMISE
 from plexrl_slurm.db import queue
 from plexrl_slurm.db.attributed import attributed
 from plexrl_slurm.db.engine import Session
@@ -40,10 +22,12 @@ from plexrl_slurm.db.models import JobRow
 from plexrl_slurm.db.store import Store
 from plexrl_slurm.settings import Settings
 
+if TYPE_CHECKING:
+    from plexrl_slurm.daemons.queue_book import QueueJournal
+
 #: Between two looks at the ledger.
 REFRESH_US: Final = 5_000_000
-#: What was used is kept by minutes of a day, and by parts of a half-life.
-MINUTE_US: Final = 60_000_000
+#: What was used is kept by parts of a half-life.
 _PARTS: Final = 1024
 #: In a row's options: which QOS it asks for.
 QOS: Final = "qos"
@@ -63,11 +47,14 @@ class Standings:
 
     def __init__(self, settings: Settings) -> None:
         self.queue = settings.queue
+        self.rules = settings.queue.rules(joins_first=settings.sharing.joins_first)
         self._partition, self._models = settings.partition, settings.models
         half_life_us = self.queue.weights.half_life_us
-        self._usage = Usage(half_life_us)
-        #: By minute, and by who.
-        self._day: Counter[tuple[int, str, str, str]] = Counter()
+        self.dues = Dues(half_life_us)
+        #: Since somebody asked the last time.
+        self.refused: list[Refused] = []
+        #: Told of passes and refusals.
+        self.journal: QueueJournal | None = None
         self._bucket_us = MINUTE_US
         if half_life_us:
             self._bucket_us = max(1, min(MINUTE_US, half_life_us // _PARTS))
@@ -96,50 +83,54 @@ class Standings:
         finally:
             self._reading = False
         for each in found:
-            self._usage.add(Owner(each.account, each.user), each.gpu_us, each.at_us)
-            minute = each.at_us // MINUTE_US
-            self._day[minute, each.user, each.account, each.qos] += each.gpu_us
-        oldest = (now_us - DAY_US) // MINUTE_US
-        for key in [key for key in self._day if key[0] < oldest]:
-            del self._day[key]
+            self.dues.add(Owner(each.account, each.user), each.qos, each.gpu_us, each.at_us)
+        self.dues.forget(now_us)
 
     # -- order -------------------------------------------------------------------------------
     def of(self, rows: Sequence[JobRow], now_us: int) -> dict[JobId, Standing]:
         """How urgent each of the waiting ``rows`` is."""
-        owners = [Owner(row.account, row.user) for row in rows]
-        fair = fair_shares(self._usage.at(now_us), self.queue.shares, owners)
-        weights, most_qos = self.queue.weights, self.queue.most_qos
-        found: dict[JobId, Standing] = {}
-        for row, owner in zip(rows, owners, strict=True):
-            qos = self.queue.qos_named(row.options)
-            of_job = factors(
-                waited_us=now_us - row.submitted_us,
-                fairshare=fair[owner],
-                qos=0 if qos is None else qos.priority,
-                most_qos=most_qos,
-                priority=row.priority,
-                weights=weights,
+        jobs = [self.queued(row) for row in rows]
+        found = standings(self.rules, jobs, self.dues, now_us)
+        return {
+            JobId(row.id): Standing(
+                row=row,
+                factors=found[JobId(row.id)].factors,
+                priority=found[JobId(row.id)].priority,
             )
-            found[JobId(row.id)] = Standing(
-                row=row, factors=of_job, priority=weighted(of_job, weights)
-            )
-        return found
+            for row in rows
+        }
 
     def in_order(self, rows: Sequence[JobRow], now_us: int) -> list[Standing]:
         """Who is next."""
-        return in_order(
-            self.of(rows, now_us).values(),
-            at_us=now_us,
-            guard_us=self.queue.turns.guard_us,
-            priority=lambda each: each.priority.total,
-            since_us=lambda each: each.row.submitted_us,
-            number=lambda each: each.row.id,
+        jobs = [self.queued(row) for row in rows]
+        found = ordered(self.rules, standings(self.rules, jobs, self.dues, now_us).values(), now_us)
+        by_id = {JobId(row.id): row for row in rows}
+        return [
+            Standing(row=by_id[each.of.job], factors=each.factors, priority=each.priority)
+            for each in found
+        ]
+
+    def queued(self, row: JobRow) -> Queued:
+        """A row as a pass sees it."""
+        given = row.options.get(PROMISE)
+        return Queued(
+            job=JobId(row.id),
+            label=row.slurm_id or str(row.id),
+            user=row.user,
+            account=row.account,
+            qos=str(row.options.get(QOS) or NORMAL),
+            since_us=row.submitted_us,
+            priority=row.priority,
+            models=tuple(row.models),
+            host_bytes=self.host_bytes(row.models),
+            promise=None if given is None else str(given),
+            placed=row.state is not JobState.PENDING,
         )
 
     # -- limits ------------------------------------------------------------------------------
-    def tally(self, rows: Iterable[JobRow]) -> Tally:
+    def tally(self, rows: Iterable[JobRow], now_us: int) -> Tally:
         """What everybody has; ``rows`` are all that live."""
-        found = Tally(self.queue.limits, self._used_today())
+        found = Tally(self.queue.limits, self.dues.today(now_us))
         for row in rows:
             subject = self.subject(row)
             found.submit(subject)
@@ -161,12 +152,6 @@ class Standings:
         """Of a state and of the weights of each model; what the catalogue has lost counts 0."""
         known = (self._models.get(name.partition(":")[0]) for name in models)
         return sum(spec.train_bytes + spec.weights_bytes for spec in known if spec is not None)
-
-    def holds(self, row: JobRow, tally: Tally) -> Held | None:
-        """What keeps a waiting job from a place, if there were one."""
-        if (wrong := self._wrong_qos(row.user, row.account, row.options)) is not None:
-            return Held(kind=HeldKind.INVALID_QOS, sentence=wrong)
-        return tally.holds(self.subject(row))
 
     def qos(self, row: JobRow) -> Qos:
         """Its QOS; one that was taken away gives nothing."""
@@ -207,25 +192,10 @@ class Standings:
             host_bytes=self.host_bytes(models),
         )
         if (held := tally.refusal(wanted)) is not None:
+            self.refused.append(
+                Refused(subject=wanted, submitted=tally.submitted(wanted), kind=held.kind)
+            )
             raise BadInput(f"{held.sentence} ({held.kind})")
 
     def _wrong_qos(self, user: str, account: str, options: Mapping[str, Any]) -> str | None:
-        qos = self.queue.qos_named(options)
-        if qos is None:
-            return (
-                f"unknown qos {str(options.get(QOS))[:60]!r}; this partition has "
-                f"{self.queue.known_qos()}: submit with one of these"
-            )
-        if not qos.admits(user, account):
-            return (
-                f"qos {qos.name} is not for user {user} in account {account or 'default'}: leave "
-                f"--qos out, or ask your admin ([qos.{qos.name}])"
-            )
-        return None
-
-    def _used_today(self) -> dict[Key, int]:
-        found: Counter[Key] = Counter()
-        for (_, user, account, qos), gpu_us in self._day.items():
-            for key in keys_of(Subject(job=JobId(0), user=user, account=account, qos=qos)):
-                found[key] += gpu_us
-        return found
+        return self.rules.wrong_qos(str(options.get(QOS) or NORMAL), user, account)

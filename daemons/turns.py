@@ -5,24 +5,31 @@ nothing has happened, and after the claim the row's lease brings it back.
 """
 
 import logging
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from typing import Final
 
 from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.errors import Denied, InvalidTransition, ModelTooLarge, UnknownModel
-from plexrl_slurm.core.grouping import Placement
 from plexrl_slurm.core.ids import JobId, WpgId
-from plexrl_slurm.core.limits import Held, HeldKind, Qos, Tally
 from plexrl_slurm.core.messages import Pool
-from plexrl_slurm.core.obstacles import ObstacleKind
+from plexrl_slurm.core.queue_pass import (
+    AGAIN,
+    GONE,
+    LATER,
+    PLACED,
+    UNFIT,
+    Queued,
+    QueuePass,
+    Waits,
+)
 from plexrl_slurm.core.states import JobState
-from plexrl_slurm.core.turns import End, Walk
 from plexrl_slurm.daemons.job_views import live_job
+from plexrl_slurm.daemons.queue_book import QueueBook
 from plexrl_slurm.daemons.recovery import LEASE_US
 from plexrl_slurm.daemons.service_base import Parts
 from plexrl_slurm.daemons.standings import Standings
-from plexrl_slurm.daemons.state import LiveJob, Wait
+from plexrl_slurm.daemons.state import LiveJob
 from plexrl_slurm.db import queue
 from plexrl_slurm.db.engine import Session
 from plexrl_slurm.db.models import JobRow
@@ -37,23 +44,16 @@ MOST_WRITES: Final = 100
 #: After a walk, so many times as long as it took, there is none: thousands of jobs may wait.
 PAUSE: Final = 4
 
-Waits: TypeAlias = tuple[Wait, ...]
-
 
 @dataclass(slots=True, eq=False)
 class _Turn:
     """One pass, as far as it has come."""
 
-    at_us: int
-    walk: Walk[Waits]
-    tally: Tally
+    passing: QueuePass
+    rows: dict[JobId, JobRow]
     waits: dict[JobId, tuple[JobRow, Waits]] = field(default_factory=dict)
-    #: Those that would take an empty WPG.
-    later: list[JobRow] = field(default_factory=list)
-    oldest_us: int | None = None
-    #: Who ended it, and what that is to all the others.
-    stopper: str = ""
-    behind: Waits = ()
+    #: Nobody else has had a turn since the last job was tried: nothing has changed.
+    steady: bool = False
 
 
 class Turns:
@@ -72,11 +72,7 @@ class Turns:
         #: Kinds of obstacles that each job's story has last, and when they were written.
         self._told: dict[JobId, tuple[tuple[str, ...], int]] = {}
         self._not_before_us = 0
-        sharing = parts.settings.sharing
-        #: As in the simulator: whoever takes an empty WPG comes after those that join others.
-        self._joins_first = (
-            sharing.rules.placement is Placement.FIT and standings.queue.turns.backfill
-        )
+        self._book = QueueBook(standings)
 
     async def look(self) -> None:
         """One pass along the queue, unless the last one took long and has just been."""
@@ -99,85 +95,62 @@ class Turns:
             parts.state.obstacles.clear()
             return
         await self._standings.refresh(parts.store, at_us)
+        jobs = [
+            self._standings.queued(row)
+            for row in rows
+            if row.slurm_id is not None or row.state is not JobState.PENDING
+        ]
         turn = _Turn(
-            at_us=at_us,
-            walk=Walk(self._standings.queue.turns, at_us),
-            tally=self._standings.tally(rows),
+            passing=QueuePass(
+                self._standings.rules, at_us=at_us, jobs=jobs, dues=self._standings.dues
+            ),
+            rows={JobId(row.id): row for row in waiting},
         )
-        for standing in self._standings.in_order(waiting, at_us):
-            await self._look_at(standing.row, turn)
-        for row in turn.later:
-            if (held := self._standings.holds(row, turn.tally)) is not None:
-                turn.waits[JobId(row.id)] = (row, (held,))  # by another of them
+        passing = turn.passing
+        for each in passing.order:
+            if (known := parts.state.jobs.get(each.job)) is not None:
+                turn.steady = False
+                passing.hears(each, AGAIN)
+                await self._claim_again(known)
             else:
-                await self._try(row, turn, alone=True)
-        parts.state.waiting_since_us = turn.oldest_us
+                await self._try(each, turn, passing.looks_at(each))
+        for each in list(passing.later):
+            await self._try(each, turn, passing.looks_again(each), last=True)
+        parts.state.waiting_since_us = passing.oldest_us
+        self._book.write(jobs, at_us, passing)
         await self._say(turn.waits, at_us)
 
-    async def _look_at(self, row: JobRow, turn: "_Turn") -> None:
-        job_id, qos = JobId(row.id), self._standings.qos(row)
-        ended = turn.walk.ended
-        if (known := self._parts.state.jobs.get(job_id)) is not None:
-            await self._claim_again(known)
-        elif (held := self._standings.holds(row, turn.tally)) is not None:
-            turn.waits[job_id] = (row, (held,))
-        elif ended is not None and not self._passes(qos, ended):
-            turn.behind = turn.behind or (self._behind(ended, turn.stopper),)
-            turn.waits[job_id] = (row, turn.behind)
-        else:
-            overdue = turn.at_us - row.submitted_us >= self._standings.queue.turns.guard_us
-            await self._try(row, turn, alone=overdue or not self._joins_first)
-
-    async def _try(self, row: JobRow, turn: "_Turn", *, alone: bool) -> None:
-        """Give it a place, if there is one; ``alone``: an empty training WPG will do."""
-        parts, walk = self._parts, turn.walk
+    async def _try(
+        self, each: Queued, turn: "_Turn", waits: Waits | None, *, last: bool = False
+    ) -> None:
+        """Give it a place, if there is one; ``last``: nobody who joins others comes after it."""
+        parts, passing, row = self._parts, turn.passing, turn.rows[each.job]
+        if waits is not None:
+            turn.waits[each.job] = (row, waits)
+            return
         job = live_job(row, self._standings.qos(row))
-        shape = self._shape(row, job)
         try:
-            obstacles = walk.look(shape) or parts.placer.admit(job, list(row.models))
+            obstacles = parts.placer.admit(job, list(row.models), steady=turn.steady)
         except (ModelTooLarge, UnknownModel) as problem:
+            passing.hears(each, UNFIT)
             job.unfit = str(problem)
             parts.state.jobs[job.id] = job  # so that it is tried again where Slurm is away
+            turn.steady = False
             await self._give_up(job, job.unfit)
             return
-        if not obstacles:
-            if not alone and self._is_empty(job.homes.get(Pool.TRAIN)):
-                turn.later.append(row)
-            elif await self._take(job):
-                turn.tally.enter(self._standings.subject(row))
-            return
-        turn.waits[job.id] = (row, obstacles)
-        turn.oldest_us = min(turn.oldest_us or row.submitted_us, row.submitted_us)
-        if obstacles[0].kind is ObstacleKind.RESERVATION:
-            return  # there is room, and it is not for this one: nobody waits behind it
-        if walk.ended is None or walk.ended is End.DEPTH:
-            turn.stopper = row.slurm_id or str(row.id)
-        walk.fails(obstacles, since_us=row.submitted_us, shape=shape)
+        turn.steady = True
+        if obstacles:
+            passing.finds_none(each, obstacles)
+            turn.waits[each.job] = (row, obstacles)
+        elif not (last or passing.alone(each)) and self._is_empty(job.homes.get(Pool.TRAIN)):
+            passing.hears(each, LATER)
+        else:
+            turn.steady = False
+            passing.hears(each, PLACED if await self._take(job) else GONE)
 
     def _is_empty(self, wpg: WpgId | None) -> bool:
         homes = (job.homes.get(Pool.TRAIN) for job in self._parts.state.jobs.values())
         return wpg is not None and wpg not in homes
-
-    def _passes(self, qos: Qos, end: End) -> bool:
-        """Room was set aside for some, and they wait for nobody else's."""
-        return qos.reserved and self._standings.queue.reservation.any and end is not End.DEPTH
-
-    @staticmethod
-    def _shape(row: JobRow, job: LiveJob) -> Hashable:
-        """Jobs of one shape find a place, or none, together."""
-        return (tuple(row.models), job.reserved, row.options.get("max_slowdown"))
-
-    def _behind(self, end: End, stopper: str) -> Held:
-        if end is End.DEPTH:
-            sentence = (
-                f"{self._standings.queue.turns.depth} jobs that go first were looked at, and a "
-                f"pass looks at no more"
-            )
-        elif end is End.GUARD:
-            sentence = f"job {stopper} has waited so long that nobody goes before it"
-        else:
-            sentence = f"job {stopper} goes first, and finds no place yet"
-        return Held(kind=HeldKind.PRIORITY, sentence=sentence)
 
     async def _take(self, job: LiveJob) -> bool:
         """Claim the row of a job that has its homes; false if it is not to be had any more."""

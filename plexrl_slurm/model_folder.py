@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from plexrl_slurm.core.errors import BadInput
+from plexrl_slurm.tomlcheck import nearest
 
 #: What an engine can hold on its devices.
 DTYPES: Final = ("float32", "bfloat16")
@@ -88,6 +89,15 @@ def read_model_folder(folder: Path, *, dtype: str | None = None) -> ModelFolder:
         parameters=_count(tensors, tied=bool(config.get("tie_word_embeddings"))),
         architecture=hashlib.sha256(text.encode()).hexdigest()[:16],
     )
+
+
+def as_dtype(value: object) -> str:
+    """A dtype of the settings that engines hold; raises ``ValueError``."""
+    if value in DTYPES:
+        return str(value)
+    if value == "float16":
+        raise ValueError(f"models are not trained in it{_NO_FLOAT16}: write 'bfloat16'")
+    raise ValueError(f"unknown dtype {value!r}; {nearest(str(value), DTYPES)}")
 
 
 def tensor_parallel_problem(folder: Path, gpus: int) -> str | None:

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from plexrl_slurm.core.limits import NORMAL, LimitRules, Limits, Qos
 from plexrl_slurm.core.priority import Weights
+from plexrl_slurm.core.queue_rules import QueueRules
 from plexrl_slurm.core.reservation import Reservation
 from plexrl_slurm.core.sizes import in_words
 from plexrl_slurm.core.turns import TurnRules
@@ -45,6 +46,17 @@ class QueueSettings:
     def most_qos(self) -> int:
         """The largest priority of a QOS."""
         return max((qos.priority for qos in self.limits.qos.values()), default=0)
+
+    def rules(self, *, joins_first: bool = False) -> QueueRules:
+        """As the core has them."""
+        return QueueRules(
+            weights=self.weights,
+            shares=self.shares,
+            limits=self.limits,
+            turns=self.turns,
+            reservation=self.reservation,
+            joins_first=joins_first and self.turns.backfill,
+        )
 
     def qos_named(self, options: Mapping[str, Any]) -> Qos | None:
         """The QOS that a row's options ask for; ``None`` if there is none of that name (now)."""

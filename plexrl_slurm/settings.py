@@ -26,7 +26,7 @@ from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import BadConfig, BadInput
 from plexrl_slurm.core.sizes import in_words
 from plexrl_slurm.core.tails import TailRules
-from plexrl_slurm.model_folder import DTYPES, read_model_folder, tensor_parallel_problem
+from plexrl_slurm.model_folder import as_dtype, read_model_folder, tensor_parallel_problem
 from plexrl_slurm.queue_settings import TABLES, QueueSettings, check_reservation, read_queue
 from plexrl_slurm.sharing_settings import SharingSettings, read_sharing
 from plexrl_slurm.slurm_settings import HoldSettings, Shape, check_shapes, read_hold
@@ -365,7 +365,7 @@ def _model(
     table = Table(report, key, data)
     table.take("name", as_name)
     table.take("path", path_in(folder))
-    table.take("dtype", one_of("dtype", DTYPES), required=False)
+    table.take("dtype", as_dtype, required=False)
     table.take("max_context_length", as_count, required=False)
     table.finish()
     values = table.values

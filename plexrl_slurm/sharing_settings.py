@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from plexrl_slurm.core.grouping import Rules
+from plexrl_slurm.core.grouping import Placement, Rules
 from plexrl_slurm.core.placements import PLACEMENTS
 from plexrl_slurm.core.profiles import Guess
 from plexrl_slurm.tomlcheck import (
@@ -36,6 +36,8 @@ class SharingSettings:
     margin: float = 0.9
     #: Jobs move to other WPGs when promises are predicted to break.
     regroup: bool = True
+    #: They also move so that a training WPG is free for somebody who waits.
+    merge: bool = True
     #: No job moves twice within so long.
     regroup_us: int = 1_800_000_000
     #: Of a job of which nothing is known.
@@ -50,6 +52,11 @@ class SharingSettings:
             full=self.max_load,
             margin=self.margin,
         )
+
+    @property
+    def joins_first(self) -> bool:
+        """Whether whoever would take an empty training WPG comes after those that join others."""
+        return self.rules.placement is Placement.FIT
 
     @property
     def backfill(self) -> bool:
@@ -67,6 +74,7 @@ def read_sharing(report: Report, data: Mapping[str, Any]) -> SharingSettings:
     table.take("max_load", _number(0.01, _MOST), required=False)
     table.take("margin", _number(0.01, 1.0), required=False)
     table.take("regroup", as_switch, required=False)
+    table.take("merge", as_switch, required=False)
     table.take("regroup_seconds", positive_seconds, to="regroup_us", required=False)
     guess = Table(report, "sharing.guess", mapping(report, given, "guess", at="sharing"))
     table.known.append("guess")

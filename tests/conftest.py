@@ -21,6 +21,27 @@ settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCh
 settings.load_profile("busy")
 
 
+#: Files that take minutes, the longest first: the last one that begins is what all wait for.
+LONGEST = (
+    "soak/test_soak.py",
+    "e2e/test_real_engines.py",
+    "engines/test_deepspeed_gang.py",
+    "engines/test_vllm.py",
+    "slurm_live/test_holds.py",
+    "slurm_live/test_demo.py",
+    "slurm_live/test_users.py",
+    "slurm_live/test_sbatch.py",
+    "slurm_live/test_accounts.py",
+    "scenarios/test_losses_of_processes.py",
+    "engines/test_deepspeed_reshard.py",
+    "engines/test_deepspeed_infinity.py",
+    "e2e/test_state.py",
+    "scenarios/test_damaged_images.py",
+    "scenarios/test_leftovers.py",
+    "scenarios/test_many.py",
+)
+
+
 def _has(*modules: str) -> bool:
     return all(find_spec(module) is not None for module in modules)
 
@@ -58,6 +79,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what this machine cannot run; where it was promised, refuse to skip."""
+    place = {ROOT / "tests" / name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path, len(place)))
     promised = _promised()
     for item in items:
         for marker, here in NEEDS.items():

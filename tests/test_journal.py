@@ -8,9 +8,10 @@ import msgspec
 import pytest
 
 from plexrl_slurm import journal
-from plexrl_slurm.core.admission import Asked, Placement
+from plexrl_slurm.core.admission import Placement
 from plexrl_slurm.core.costs import SwitchCosts
 from plexrl_slurm.core.errors import BadInput, BadScript
+from plexrl_slurm.core.ground import Ground, News, Wish
 from plexrl_slurm.core.ids import CauseId, DeploymentId, JobId, WpgId
 from plexrl_slurm.core.messages import (
     AnyEvent,
@@ -22,6 +23,7 @@ from plexrl_slurm.core.messages import (
     RunEnded,
 )
 from plexrl_slurm.core.policy import find_policy
+from plexrl_slurm.core.reservation import Reservation
 from plexrl_slurm.core.scheduler import SchedulerCore
 from plexrl_slurm.core.sites import Settled
 from plexrl_slurm.journal import JournalledCore, replay
@@ -111,8 +113,10 @@ def test_a_line_that_was_not_written_whole_is_left_out(tmp_path: Path) -> None:
     ("number", "line", "sentence"),
     [
         (1, b"{}", ":1: does not begin like a journal"),
-        (1, b'["core",9,"hrrs",{}]', ":1: is of format 9, and this version reads 1"),
-        (1, b'["core",1,"hrrs",{"colour":1}]', ":1: does not begin like a journal"),
+        (1, b'["core",9,"hrrs",{}]', ":1: is of format 9, and this version reads 2"),
+        (1, b'["core",1,"hrrs",{}]', "replay it with the version of plexrl that wrote it"),
+        (1, b'["core",2,"hrrs",{}]', ":1: does not begin like a journal"),
+        (1, b'["core",2,"hrrs",{"colour":1},{}]', ":1: does not begin like a journal"),
         (1, b"[" * 100_000, ":1: does not begin like a journal"),
         (3, b"[" * 100_000, ":3: is no line of a journal"),
         (3, b"\x00\xff", ":3: is no line of a journal"),
@@ -162,20 +166,20 @@ def test_every_event_is_known_by_its_name() -> None:
 def placements(path: Path) -> None:
     """Write the journal of jobs that come until one has to wait."""
     core = JournalledCore(find_policy("atc_h"), path=path, prior=SwitchCosts())
-    settled: list[Settled] = []
+    ground = Ground(Reservation())
+    news = News(sites=(*SITES, replace(SITES[0], nvme_bytes=1 << 40)))
     for number in range(1, 9):
-        asked = Asked(
+        wish = Wish(
             who=a_job(number, uses(train=20, sample=8), ends_us=number),
-            sites=(*SITES, replace(SITES[0], nvme_bytes=1 << 40)),
-            settled=tuple(settled),
             rules=FIT,
             pools=tuple(Pool),
         )
-        found = asked.answer()
-        core.placed(asked, found)
+        ground.hear(news)
+        found = ground.answer(wish)
+        core.placed(news, wish, found)
         if not isinstance(found, Placement):
             break
-        settled.append(Settled(who=asked.who, homes=found.homes))
+        news = News(settled=(Settled(who=wish.who, homes=found.homes),))
     core.close()
 
 
@@ -185,12 +189,12 @@ def test_placements_are_decided_again_and_another_one_is_told(tmp_path: Path) ->
     lines = path.read_bytes().split(b"\n")
     assert len(list(replay(path))) == len(lines) - 2 >= 3
     assert b'"promise"' in lines[-2]  # the last one had to wait
-    other = lines[1].replace(b'"homes":{"rollout":"rollout-0"', b'"homes":{"rollout":"rollout-9"')
-    assert other != lines[1]
-    with pytest.raises(BadInput, match=r":2: decided then .*rollout-9.*, and now .*rollout-0"):
-        list(replay(changed(path, 2, other)))
+    other = lines[2].replace(b'"homes":{"rollout":"rollout-0"', b'"homes":{"rollout":"rollout-9"')
+    assert other != lines[2]
+    with pytest.raises(BadInput, match=r":3: decided then .*rollout-9.*, and now .*rollout-0"):
+        list(replay(changed(path, 3, other)))
     with pytest.raises(BadScript, match="is no line of a journal"):
-        list(replay(changed(path, 2, b'["place",{"who":1},{}]')))
+        list(replay(changed(path, 3, b'["place",{"who":1},{}]')))
 
 
 def test_what_was_expected_of_a_job_is_part_of_what_was_heard(tmp_path: Path) -> None:

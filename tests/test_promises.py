@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.tree import ROOT
+from tests.conftest import LONGEST
+from tests.tree import ROOT, texts
 
 
 def run(folder: Path, body: str, *, promised: str = "") -> tuple[int, str]:
@@ -21,7 +22,12 @@ def run(folder: Path, body: str, *, promised: str = "") -> tuple[int, str]:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", *plugins, "test_it.py"],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "PLEXRL_TESTS_MUST_RUN": promised},
+        env=os.environ
+        | {
+            "PYTHONPATH": str(ROOT),
+            "PLEXRL_TESTS_MUST_RUN": promised,
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        },
         capture_output=True,
         text=True,
         check=False,
@@ -48,6 +54,17 @@ def test_a_test_that_skips_itself_fails_where_it_was_promised(
     if "no postgres here" in output:
         pytest.fail("this machine lacks PostgreSQL: make setup installs it")
     assert (found, said in output) == (status, True), output
+
+
+def test_files_that_are_said_to_take_longest_are_there() -> None:
+    assert [name for name in LONGEST if not (ROOT / "tests" / name).is_file()] == []
+
+
+def test_what_needs_a_real_slurm_is_where_make_live_looks_for_it() -> None:
+    mark = ".".join(("pytest", "mark", "slurm"))
+    marked = [path for path, text in texts() if path.endswith(".py") and mark in text]
+    assert marked
+    assert [path for path in marked if not path.startswith("tests/slurm_live/")] == []
 
 
 def test_a_golden_text_that_is_not_there_fails_and_says_how_to_write_it(tmp_path: Path) -> None:

@@ -407,6 +407,22 @@ def test_a_bad_model_folder_is_one_sentence(
     assert words in problem
 
 
+@pytest.mark.parametrize(
+    ("dtype", "words"),
+    [("float16", "skips steps while it looks for a loss scale"), ("bfloat", "mean bfloat16")],
+)
+def test_a_dtype_that_is_not_trained_in_is_refused_with_the_reason(
+    config: Path, dtype: str, words: str
+) -> None:
+    config.write_text(
+        config.read_text().replace(
+            'path = "models/tiny"', f'path = "models/tiny"\ndtype = "{dtype}"'
+        )
+    )
+    (problem,) = check(config).problems
+    assert "model[0].dtype: " in problem and words in problem
+
+
 def test_tied_weights_count_once(config: Path) -> None:
     make_model_folder(config.parent / "models" / "tiny", tie_word_embeddings=True)
     assert read(config).models["tiny"].parameters == PARAMETERS - 64 * 8

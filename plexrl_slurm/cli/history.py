@@ -1,7 +1,7 @@
 """Read the jobs of a partition's database for ``plexrl sim trace``."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from plexrl_slurm.cli import ledger
@@ -11,26 +11,19 @@ from plexrl_slurm.core.errors import BadInput
 from plexrl_slurm.settings import Site, read
 
 if TYPE_CHECKING:
-    from plexrl_slurm.sim.history import PastJob
     from plexrl_slurm.sim.trace import TraceJob
 
 _DAY_US = 86_400_000_000
 
 
 def trace_of(
-    site: Site,
-    *,
-    days: float,
-    only: Sequence[str] | None = None,
-    rows_only: Sequence[int] | None = None,
+    site: Site, *, days: float, only: Sequence[JobNumber] | None = None
 ) -> "tuple[list[TraceJob], dict[str, str]]":
     """The partition's jobs of so many days as a trace, and why others are not in it.
 
-    ``only``: of these numbers, as squeue has them; raises ``BadInput`` for one that is not among
-    them. ``rows_only``: of these rows of the database.
+    Jobs are named as ``plexrl squeue`` names them. ``only``: of these numbers. Raises ``BadInput``
+    for one that is not among them.
     """
-    from msgspec import structs
-
     from plexrl_slurm.db.views import calls_since, jobs_since
     from plexrl_slurm.sim.history import PastJob, from_ledger
 
@@ -40,6 +33,8 @@ def trace_of(
     with ledger.reading(site) as session:
         rows = jobs_since(session, site.partition, since_us)
         asked_us = calls_since(session, since_us)
+        rows = rows if only is None else _chosen(rows, only, days)
+        often = Counter(row.slurm_id for row in rows)
         jobs = []
         for row in rows:
             name = row.models[0] if row.models else next(iter(models), "")
@@ -47,6 +42,10 @@ def trace_of(
             jobs.append(
                 PastJob(
                     id=str(row.id),
+                    # A Slurm job that was queued twice is two jobs here.
+                    name=row.slurm_id
+                    if row.slurm_id is not None and often[row.slurm_id] == 1
+                    else f"{row.slurm_id or 'row'}-{row.id}",
                     user=row.user,
                     account=row.account,
                     qos=str(row.options.get("qos") or "normal"),
@@ -63,39 +62,15 @@ def trace_of(
                     walltime_s=_length_s(row, until_us),
                 )
             )
-    numbers = {str(row.id): row.slurm_id or f"(row {row.id})" for row in rows}
-    if only is not None:
-        jobs = _chosen(jobs, numbers, only, days)
-    if rows_only is not None:
-        jobs = [job for job in jobs if int(job.id) in rows_only]
     rows_of_ledger = ledger.stretches(site, since_us=since_us, until_us=until_us)
-    found, left_out = from_ledger(rows_of_ledger, jobs, asked_us)
-    # Slurm uses its numbers again after years, and ids of a trace are unique.
-    seen = Counter(numbers[job.id] for job in found)
-    return (
-        [
-            structs.replace(
-                job, id=name if seen[name := numbers[job.id]] == 1 else f"{name}.{job.id}"
-            )
-            for job in found
-        ],
-        {numbers[job]: reason for job, reason in left_out.items()},
-    )
+    return from_ledger(rows_of_ledger, jobs, asked_us)
 
 
-def _chosen(
-    jobs: "list[PastJob]", numbers: Mapping[str, str], only: Sequence[str], days: float
-) -> "list[PastJob]":
-    try:
-        wanted = [JobNumber(word) for word in only]
-    except ValueError as error:
-        raise BadInput(str(error)) from None
-    for each in wanted:
-        if not any(each.fits(numbers[job.id]) for job in jobs):
-            raise BadInput(
-                f"no job {each.word} in the last {days:g} days: see `plexrl squeue --all`"
-            )
-    return [job for job in jobs if any(each.fits(numbers[job.id]) for each in wanted)]
+def _chosen(rows: Sequence[Any], only: Sequence[JobNumber], days: float) -> list[Any]:
+    for each in only:
+        if not any(each.fits(row.slurm_id) for row in rows):
+            raise BadInput(f"no job {each.word} in the last {days:g} days: see `plexrl squeue -a`")
+    return [row for row in rows if any(each.fits(row.slurm_id) for each in only)]
 
 
 def _length_s(row: Any, until_us: int) -> float:

@@ -8,6 +8,7 @@ import click
 
 from plexrl_slurm.cli import show
 from plexrl_slurm.cli.app import App, Number, shared, waiting
+from plexrl_slurm.cli.jobids import JobNumber, as_numbers
 from plexrl_slurm.core.errors import BadInput
 from plexrl_slurm.whereabouts import POLICIES
 
@@ -49,6 +50,14 @@ def _hardware(command: Any) -> Any:
             metavar="GB/S", help="Between one node and the shared file system.",
         ),
         click.option(
+            "--node-nvme", type=Number(0), default=0.0, show_default=True, metavar="GB",
+            help="Disks of a node for images beyond its memory; what comes back is waited for.",
+        ),
+        click.option(
+            "--nvme-bandwidth", type=Number(0.01), default=6.0, show_default=True,
+            metavar="GB/S", help="From the disks of a node to its memory.",
+        ),
+        click.option(
             "--compress", type=Number(0.001), default=1.0,
             show_default=True, help="Jobs arrive so many times as fast.",
         ),
@@ -67,7 +76,11 @@ def _hardware(command: Any) -> Any:
         ),
         click.option(
             "--hold-hours", type=Number(0), default=0.0, show_default=True,
-            help="Time limit of a hold, at which the next takes over; 0: none.",
+            help="Time limit of a hold, which begins again on the same nodes; 0: it has none.",
+        ),
+        click.option(
+            "--renew-minutes", type=Number(0), default=5.0, show_default=True,
+            help="From the end of a hold to its engines' start in the next.",
         ),
         click.option(
             "--margin", type=Number(0, 2), default=0.9, show_default=True,
@@ -172,15 +185,17 @@ def compare(
     from plexrl_slurm.core.policy import find_policy
     from plexrl_slurm.sim.cluster import find
 
-    for name in policies.split(","):
+    orders = [name.strip() for name in policies.split(",")]
+    for name in orders:
         find_policy(name)
-    for name in placements.split(","):
+    homes = [name.strip() for name in placements.split(",")]
+    for name in homes:
         find(name)
     pairs = []
-    for placement in placements.split(","):
+    for placement in homes:
         # Alone on its WPG no job has to be ordered.
         alone = placement.startswith("isolated")
-        pairs += [(policy, placement) for policy in policies.split(",")][: 1 if alone else None]
+        pairs += [(policy, placement) for policy in orders][: 1 if alone else None]
     runs = _runs(trace, pairs, chart=plots is not None, given=given)
     if plots is not None:
         _draw(runs, plots)
@@ -219,20 +234,21 @@ def generate(
 @click.argument("path", metavar="FILE", type=_FILE)
 @click.option("--from-ledger", is_flag=True, required=True, help="Of the partition's own database.")
 @click.option("--days", type=Number(0, _MOST_DAYS, min_open=True), default=7.0, show_default=True)
-@click.option("--jobs", metavar="ID,...", help="Only these, as squeue has them.")
+@click.option(
+    "--jobs", metavar="ID,...", callback=as_numbers,
+    help="Only these, as squeue numbers them: 12, 12_3, 12_[1-3].",
+)  # fmt: skip
 @shared
 @click.pass_obj
-def write_trace_of(app: App, path: Path, from_ledger: bool, days: float, jobs: str | None) -> None:
+def write_trace_of(
+    app: App, path: Path, from_ledger: bool, days: float, jobs: list[JobNumber] | None
+) -> None:
     """Write the partition's own history to FILE, as a trace."""
     from plexrl_slurm.cli import history
     from plexrl_slurm.sim.trace import write_trace
 
     with waiting("reading the ledger"):
-        found, left_out = history.trace_of(
-            app.site(),
-            days=days,
-            only=None if jobs is None else [each for each in jobs.split(",") if each],
-        )
+        found, left_out = history.trace_of(app.site(), days=days, only=jobs)
     if not found:
         why = "; ".join(f"job {job}: {reason}" for job, reason in left_out.items())
         raise BadInput(f"no job of the last {days:g} days makes a trace: {why or 'there is none'}")
@@ -295,6 +311,8 @@ def _runs(
         node_bytes=int(given["node_memory"] * 1e9),
         gpu_bytes_per_s=int(given["bandwidth"] * 1e9),
         shared_bytes_per_s=int(given["shared_bandwidth"] * 1e9),
+        nvme_bytes=int(given["node_nvme"] * 1e9),
+        nvme_bytes_per_s=int(given["nvme_bandwidth"] * 1e9),
     )
     runs = []
     for number, (policy, placement) in enumerate(pairs, 1):
@@ -304,7 +322,8 @@ def _runs(
             guard_us=int(given["guard_hours"] * _HOUR_US),
             guess_sigma=given["guess_sigma"],
             node_loss_hours=given["node_loss_hours"],
-            hold_hours=given["hold_hours"],
+            hold_limit_us=int(given["hold_hours"] * _HOUR_US),
+            renew_us=int(given["renew_minutes"] * 60_000_000),
             widest=given["widest"],
             scaling=given["scaling"],
             seed=given["seed"],

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from plexrl_slurm.core import grouping
 from plexrl_slurm.core.errors import ModelTooLarge
-from plexrl_slurm.core.grouping import Group, Home, Member, Pools, Rules
+from plexrl_slurm.core.grouping import Group, Home, Member, Pools, Rules, load_of
 from plexrl_slurm.core.grouping import Placement as Way
 from plexrl_slurm.core.hindrances import hindrances
 from plexrl_slurm.core.ids import JobId, WpgId
@@ -20,7 +20,6 @@ from plexrl_slurm.core.obstacles import Obstacle
 from plexrl_slurm.core.sites import (
     Applicant,
     Partition,
-    Settled,
     Site,
     allowance,
     broken,
@@ -38,22 +37,6 @@ class Placement:
     """A home in every pool that was asked for."""
 
     homes: Mapping[Pool, WpgId]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """Everything that an answer of :func:`place` depends on; for a journal."""
-
-    who: Applicant
-    sites: tuple[Site, ...]
-    settled: tuple[Settled, ...]
-    rules: Rules
-    pools: tuple[Pool, ...]
-
-    def answer(self) -> Placement | tuple[Obstacle, ...]:
-        """What :func:`place` says to it."""
-        partition = Partition(sites=self.sites, settled=self.settled)
-        return place(self.who, partition, self.rules, pools=self.pools)
 
 
 def place(
@@ -135,31 +118,61 @@ def groups_of(
     """Sites of one shape as groups, numbered as they stand; and those that are empty."""
     groups: dict[int, Group] = {}
     free: list[WpgId] = []
+    at_home = who.job in partition.homes
     for number, site in enumerate(shape):
-        others = [each for each in partition.members[site.wpg.id] if each.job != who.job]
+        others = partition.members[site.wpg.id]
+        if at_home:
+            others = [each for each in others if each.job != who.job]
         if not others:
             free.append(site.wpg.id)
             continue
-        groups[number] = Group(
-            number=number,
-            gpus=site.wpg.gpus,
-            host_bytes=_ENDLESS,
-            members={each.job: member_of(each, partition, site.wpg.gpus, slow) for each in others},
-        )
+        groups[number] = _group(number, site, others, partition, slow)
     return groups, free
 
 
+def _group(
+    number: int,
+    site: Site,
+    others: Sequence[Applicant],
+    partition: Partition,
+    slow: Mapping[JobId, float],
+) -> Group:
+    """Those ``others`` on a site; as it was found the last time, while nobody there has moved."""
+    wpg, gpus = site.wpg.id, site.wpg.gpus
+    new = slow and any(each.job in slow for each in others)
+    plain = not new and len(others) == len(partition.members[wpg])
+    known = partition.notes.get(wpg) if plain else None
+    if isinstance(known, Group):
+        if known.number != number:
+            known.number = number
+        return known
+    group = Group(
+        number=number,
+        gpus=gpus,
+        host_bytes=_ENDLESS,
+        members={each.job: member_of(each, partition, gpus, slow) for each in others},
+    )
+    if plain:
+        group.load = load_of(group)
+        partition.notes[wpg] = group
+    return group
+
+
 def member_of(
-    each: Applicant, partition: Partition, gpus: int, slow: Mapping[JobId, float]
+    each: Applicant,
+    partition: Partition,
+    gpus: int,
+    slow: Mapping[JobId, float],
+    pool: Pool = Pool.TRAIN,
 ) -> Member:
-    """As grouping sees it: what its promise leaves for a training WPG of so many GPUs."""
+    """As grouping sees it: what its promise leaves for a WPG of so many GPUs in ``pool``."""
     return Member(
         job=each.job,
         train_gpus=gpus,
         rollout_gpus=0,
-        image_bytes=sum(each.train_images),
-        profile=each.profile(Pool.TRAIN, gpus),
-        max_slowdown=allowance(each, partition, Pool.TRAIN, slow),
+        image_bytes=sum(each.images(pool)),
+        profile=each.profile(pool, gpus),
+        max_slowdown=allowance(each, partition, pool, slow),
     )
 
 

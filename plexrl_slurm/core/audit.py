@@ -40,13 +40,14 @@ def _lane(lane: Lane) -> Iterator[str]:
     kinds = {run.entry.call.kind for run in runs if run.entry is not None}
     if len(runs) > 1 and kinds - {FunctionKind.SAMPLE}:
         yield f"{lane.id} runs {len(runs)} functions at once"
-    if runs and lane.move is not None:
+    if lane.move is not None and lane.working():
         yield f"{lane.id} runs a function while it switches"
     if not lane.up and (runs or lane.move is not None or lane.resident is not None):
         yield f"{lane.id} is down and does something"
     if lane.up and lane.wpg is None:
         yield f"{lane.id} is up and not held"
-    if any(run.tenant is not None and run.tenant is not lane.resident for run in runs):
+    here = (None, lane.resident, lane.beside)
+    if any(run.tenant not in here for run in runs):
         yield f"{lane.id} runs a function of what is not resident"
     if sum(lane.jobs.values()) != sum(run.entry is not None for run in runs):
         yield f"{lane.id} counts its running calls wrongly"
@@ -54,7 +55,9 @@ def _lane(lane: Lane) -> Iterator[str]:
         yield f"{lane.id} has charged the future"
     if lane.meter is not None and lane.meter.use != lane.use():
         yield f"{lane.id} charges {lane.meter.use} while it does {lane.use()}"
-    if lane.kept_until_us is not None and (runs or lane.move is not None):
+    if lane.beside is not None:
+        yield from _beside(lane, lane.beside)
+    if lane.kept_until_us is not None and (lane.working() or lane.move is not None):
         yield f"{lane.id} is kept while it works"
     if lane.drained and (runs or lane.move is not None or not lane.draining):
         yield f"{lane.id} was given up and does something"
@@ -71,6 +74,15 @@ def _lane(lane: Lane) -> Iterator[str]:
             yield f"{lane.id} counts the calls of job {phase.job} wrongly"
 
 
+def _beside(lane: Lane, tenant: Tenant) -> Iterator[str]:
+    if not lane.up or lane.wpg is None:
+        yield f"{lane.id} has a tail of {tenant.key} and is not there"
+    elif not lane.wpg.second_slot or tenant.program is not None or lane.group is not None:
+        yield f"{lane.id} has a tail of {tenant.key} and no slot for it"
+    if lane.resident is tenant:
+        yield f"{tenant.key} is in both slots of {lane.id}"
+
+
 def _waiting(lane: Lane, key: str, job: JobId) -> int:
     """Calls that wait in one phase."""
     if key:
@@ -84,7 +96,7 @@ def _tenant(lane: Lane, tenant: Tenant) -> Iterator[str]:
     if (head is not None) != (tenant.key in lane.waiting):
         yield f"{tenant.key} is missing among those that wait on {lane.id}"
     on_device = tenant.where.at in _ON_DEVICE
-    if on_device != (lane.resident is tenant):
+    if on_device != (tenant in (lane.resident, lane.beside)):
         yield f"{tenant.key} is {tenant.where.at} and resident is not"
     program = tenant.program
     if program is None:

@@ -5,6 +5,7 @@ Nothing is decided here (``planner`` does) and no event is read here (``facts`` 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from plexrl_slurm.core.costs import Prefills, SwitchCosts
 from plexrl_slurm.core.estimates import Estimates
@@ -14,6 +15,9 @@ from plexrl_slurm.core.messages import AnyInstruction, Deployment, Finish, Forge
 from plexrl_slurm.core.ordering import Entry, Position
 from plexrl_slurm.core.phase import Phase
 from plexrl_slurm.core.residency import Residency
+
+#: A call that runs again after a loss may lose its ranks so many times as often in a row.
+_AGAIN: Final = 3
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -87,7 +91,7 @@ class Books:
 
     def settle(self, lane: Lane, tenant: Tenant, cause: CauseId, out: list[AnyInstruction]) -> None:
         """Pass what needs no GPU, then see whether the head waits."""
-        program = tenant.program
+        program, tenant.weighed = tenant.program, None
         if program is None or tenant.gone:
             return
         for entry in program.settle():
@@ -107,7 +111,7 @@ class Books:
 
     def stop_waiting(self, lane: Lane, tenant: Tenant) -> None:
         """The head of a program has gone without running."""
-        tenant.ready_us = None
+        tenant.ready_us = tenant.weighed = None
         lane.phase(tenant, tenant.last_job).give_up(1)
         lane.waiting.pop(tenant.key, None)
 
@@ -140,7 +144,7 @@ class Books:
             owner = tenant.last_job
             if tenant.ready_us is None:
                 lane.phase(tenant, owner).join(lane.now_us)
-            tenant.ready_us = None
+            tenant.ready_us = tenant.weighed = None
             lane.waiting.pop(tenant.key, None)
         lane.phase(tenant, owner).begin(lane.now_us, self.estimates)
         entry.begun[run.part] = entry.begun.get(run.part, 0) + 1
@@ -213,7 +217,7 @@ class Books:
         self, tenant: Tenant, progress: Position, cause: CauseId, out: list[AnyInstruction]
     ) -> None:
         """A complete image of ``tenant`` exists; calls below ``progress`` are over."""
-        program = tenant.program
+        program, tenant.weighed = tenant.program, None
         if program is None or tenant.gone:
             return
         floor = program.floor
@@ -239,13 +243,13 @@ class Books:
     def lose(self, lane: Lane, cause: CauseId, out: list[AnyInstruction], *, blame: bool) -> None:
         """The WPG's memory is gone: states go back to their images, runs are put back."""
         runs, move = list(lane.running.values()), lane.move
-        touched = [lane.resident, *(run.tenant for run in runs)]
+        touched = [lane.resident, lane.beside, *(run.tenant for run in runs)]
         if move is not None:
             touched += [move.outgoing, move.incoming]
         tenants = {tenant.key: tenant for tenant in touched if tenant is not None}
         again = {key: t.program is not None and t.program.replaying for key, t in tenants.items()}
         lane.running, lane.jobs, lane.early = {}, {}, {}
-        lane.resident = lane.move = lane.owed = lane.kept_until_us = None
+        lane.resident = lane.beside = lane.move = lane.owed = lane.kept_until_us = None
         lane.leaving = lane.pausing = False
         lane.most, lane.tail_us = 0, None
         for tenant in tenants.values():
@@ -259,8 +263,10 @@ class Books:
             phase.lose(1, lane.now_us)
             entry.deaths += blame
             reason = f"its ranks died {entry.deaths} times while it ran"
-            given_up = blame and entry.deaths >= self.max_attempts
             program = run_tenant.program
+            # What runs again has run well before: it is likely not what kills them.
+            tries = self.max_attempts * (_AGAIN if again[run_tenant.key] else 1)
+            given_up = blame and entry.deaths >= tries
             if program is None:
                 if given_up or entry.answered:
                     self.finish(entry, ok=False, reason=reason, cause=cause, out=out)
@@ -317,6 +323,8 @@ class Books:
         if lane.resident is tenant:
             lane.resident = None
             lane.kept_until_us = None
+        if lane.beside is tenant:
+            lane.beside = None
         if lane.owed is tenant:
             lane.owed = None
         if lane.tenants.get(tenant.key) is tenant:

@@ -106,6 +106,9 @@ class WpgView:
     asleep: bool = False
     #: The one of them that the GPUs are booked on; "" if it is this one.
     shares: WpgId | None = None
+    #: Whose tail runs on in its second engine slot, and the jobs it is of.
+    beside: DeploymentId | None = None
+    beside_jobs: tuple[JobId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +187,8 @@ def view(planner: Planner, lane: Lane) -> WpgView:
         shares_with=() if group is None else tuple(other.id for other in group.others(lane)),
         asleep=group is not None and group.turn is not lane,
         shares=lane.wpg.shares,
+        beside=None if lane.beside is None else lane.beside.name,
+        beside_jobs=tuple(_tail_jobs(lane)),
     )
 
 
@@ -192,7 +197,8 @@ def _of_call(planner: Planner, entry: Entry, asker: Asker) -> Iterator[Reason]:
     lane, tenant = planner.books.homes[call.deployment]
     what = _what(entry)
     if call.id in lane.running:
-        yield Reason(kind=ReasonKind.RUNNING, sentence=f"{what} runs on {lane.id}", wpg=lane.id)
+        sentence = f"{what} runs on {lane.id}{_beside(lane, asker, tail=tenant is lane.beside)}"
+        yield Reason(kind=ReasonKind.RUNNING, sentence=sentence, wpg=lane.id)
         return
     if entry.pauses:
         sentence = f"{what} was paused after {entry.sampled} tokens and goes on there"
@@ -331,7 +337,7 @@ def _of_lane(lane: Lane, asker: Asker) -> Iterator[Reason]:
         job = lane.move.payer
         saves = isinstance(lane.move.order, SaveImage)
         what = "saving an image" if saves else "switching"
-        sentence = f"{lane.id} is {what} for job {asker.name(job)}"
+        sentence = f"{lane.id} is {what} for job {asker.name(job)}{_beside(lane, asker)}"
         yield Reason(kind=ReasonKind.SWITCHING, sentence=sentence, wpg=lane.id, job=job)
     elif lane.group is not None and lane.group.turn is not lane:
         yield from _of_sleep(lane, asker)
@@ -388,17 +394,37 @@ def _of_sleep(lane: Lane, asker: Asker) -> Iterator[Reason]:
 
 
 def _running(lane: Lane, asker: Asker) -> Iterator[Reason]:
-    runs = [run.entry.call for run in lane.running.values() if run.entry is not None]
+    working = lane.working() or lane.running
+    runs = [run.entry.call for run in working.values() if run.entry is not None]
     jobs = sorted({call.job for call in runs})
     if not runs:
         sentence = f"{lane.id} is running a call from before the restart"
     elif runs[0].kind is FunctionKind.SAMPLE:
         does = "pausing the last" if lane.pausing else "running"
         sentence = f"{lane.id} is {does} {len(runs)} samples of {asker.jobs(jobs)}"
+        sentence += "" if working is lane.running else _beside(lane, asker)
     else:
         sentence = f"{lane.id} is running {runs[0].kind} of {asker.jobs(jobs)}"
     job = jobs[0] if len(jobs) == 1 else None
     yield Reason(kind=ReasonKind.BUSY, sentence=sentence, wpg=lane.id, job=job)
+
+
+def _tail_jobs(lane: Lane) -> list[JobId]:
+    """Whose last samples run on beside the resident's."""
+    runs = lane.running.values()
+    tail = [r.entry for r in runs if r.entry is not None and r.tenant is lane.beside]
+    return sorted({entry.call.job for entry in tail}) if lane.beside is not None else []
+
+
+def _beside(lane: Lane, asker: Asker, *, tail: bool = False) -> str:
+    """What else runs there; ``tail``: it is the tail that is spoken of."""
+    if lane.beside is None:
+        return ""
+    if not tail:
+        return f" beside a tail of {asker.jobs(_tail_jobs(lane))}" if _tail_jobs(lane) else ""
+    entries = [run.entry for run in lane.working().values() if run.entry is not None]
+    jobs = sorted({entry.call.job for entry in entries})
+    return f" as a tail beside {asker.jobs(jobs)}" if jobs else " as a tail"
 
 
 def _what(entry: Entry) -> str:

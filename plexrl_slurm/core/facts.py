@@ -2,8 +2,9 @@
 
 from typing import assert_never
 
-from plexrl_slurm.core import handover, pausing, shared
+from plexrl_slurm.core import beside, handover, pausing, shared
 from plexrl_slurm.core.books import Books
+from plexrl_slurm.core.ids import CauseId
 from plexrl_slurm.core.lane import Lane, Running, Tenant
 from plexrl_slurm.core.ledger import SHARED_ROW_US, Meter
 from plexrl_slurm.core.messages import (
@@ -154,8 +155,10 @@ def _up(books: Books, lane: Lane, event: WpgUp, out: list[AnyInstruction]) -> No
     if has and event.resident in books.homes and books.homes[event.resident][0] is lane:
         resident = books.homes[event.resident][1]
     heard = [books.entries[call] for call, _ in event.running if call in books.entries]
+    beside.found(books, lane, event, resident)
     for entry in heard:
-        resident = resident or books.homes[entry.call.deployment][1]
+        home = books.homes[entry.call.deployment][1]
+        resident = resident or (None if home is lane.beside else home)
     if resident is not None:
         lane.resident = resident
         resident.step(Residency.RESIDENT, event.cause)
@@ -168,20 +171,20 @@ def _up(books: Books, lane: Lane, event: WpgUp, out: list[AnyInstruction]) -> No
     for call, part in event.running:
         run = Running(call=call, part=part, start_us=lane.now_us)
         lane.running[call] = run
-        _recognise(books, lane, run)
+        _recognise(books, lane, run, event.cause)
     if resident is not None:
         if resident.program is not None:
             lane.phase(resident, resident.last_job).open_step = resident.program.open_step
         books.settle(lane, resident, event.cause, out)
 
 
-def _recognise(books: Books, lane: Lane, run: Running) -> None:
+def _recognise(books: Books, lane: Lane, run: Running, cause: CauseId) -> None:
     """Connect a run that the WPG reported with its call, if that has been heard of."""
     entry = books.entries.get(run.call)
     if entry is None:
         return
     tenant = books.homes[entry.call.deployment][1]
-    lane.resident = lane.resident or tenant
+    beside.recognised(lane, tenant, cause)
     if tenant.program is not None:
         tenant.program.adopt((entry.call.seq, run.part))
     books.begin(lane, tenant, run, entry)
@@ -192,7 +195,7 @@ def _down(books: Books, lane: Lane, event: WpgDown, out: list[AnyInstruction]) -
         lane.up = False
         books.lose(lane, event.cause, out, blame=event.blame)
         if lane.group is not None:
-            shared.went_down(lane.group, lane)
+            shared.went_down(lane.group, lane, event.reason)
     lane.reason = event.reason
 
 
@@ -201,7 +204,7 @@ def _released(books: Books, lane: Lane, event: WpgReleased, out: list[AnyInstruc
         lane.up = False
         books.lose(lane, event.cause, out, blame=False)
         if lane.group is not None:
-            shared.went_down(lane.group, lane)
+            shared.went_down(lane.group, lane, event.reason)
     if lane.meter is not None:
         out.extend(lane.meter.cut(lane.now_us, (), event.cause))
     handover.released(lane, event, out)
@@ -222,6 +225,7 @@ def _placed(books: Books, lane: Lane, event: DeploymentPlaced, out: list[AnyInst
     if known is not None:
         if deployment.wpg == lane.id:  # only a move changes its home
             known[1].members[deployment.id] = deployment
+            known[1].weighed = None
             _image_found(books, lane, known[1], event, out)
         return
     trains, tiered = deployment.pool is Pool.TRAIN, books.durable_every is not None
@@ -340,11 +344,11 @@ def _arrived(books: Books, lane: Lane, event: CallArrived, out: list[AnyInstruct
             books.finish(entry, ok=True, reason="", cause=event.cause, out=out)
     run = lane.running.get(call.id)
     if run is not None and run.entry is None:
-        _recognise(books, lane, run)
+        _recognise(books, lane, run, event.cause)
     elif call.id in lane.early:
         part, ok = lane.early.pop(call.id)
         run = Running(call=call.id, part=part, start_us=lane.now_us)
-        _recognise(books, lane, run)
+        _recognise(books, lane, run, event.cause)
         del lane.running[call.id]
         books.end(lane, run, ok=ok, cause=event.cause, out=out)
     books.settle(lane, tenant, event.cause, out)
@@ -407,7 +411,7 @@ def _switch_ended(books: Books, lane: Lane, event: SwitchEnded, out: list[AnyIns
             outgoing.step(Residency.HOST, cause)
         if incoming is not None:
             lane.resident, incoming.failures = incoming, 0
-            incoming.step(Residency.RESIDENT, cause)
+            beside.came(lane, incoming, cause)
             if incoming.program is not None:
                 if handover.fell_back(incoming, event.left, event.error, cause):
                     incoming.program.rewind()
@@ -431,7 +435,7 @@ def _switch_ended(books: Books, lane: Lane, event: SwitchEnded, out: list[AnyIns
             incoming, event.left, event.error, cause
         )
         for tenant in (outgoing, incoming):
-            if tenant is not None:
+            if tenant is not None and tenant is not lane.beside:
                 tenant.lose(cause)
                 books.settle(lane, tenant, cause, out)
         if incoming is not None and not other and event.room is Room.ENOUGH:
@@ -472,7 +476,7 @@ def _image_ended(
         tenant.step(Residency.RESIDENT, event.cause)
         if tenant.program is not None:
             tenant.program.steps = 0
-        if lane.draining:
+        if lane.draining and not tenant.gone:
             lane.refused(tenant, handover.RETRY_US)
 
 

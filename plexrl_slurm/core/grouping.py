@@ -13,7 +13,7 @@ from typing import Final
 
 from plexrl_slurm.core.errors import BadInput
 from plexrl_slurm.core.ids import JobId
-from plexrl_slurm.core.predict import Profile, slowdowns
+from plexrl_slurm.core.predict import Profile, foreseen
 
 #: Share of a node's memory that images may take.
 MEMORY_SHARE: Final = 0.85
@@ -62,6 +62,8 @@ class Group:
     #: Bytes of images that its nodes can keep.
     host_bytes: int
     members: dict[JobId, Member] = field(default_factory=dict)
+    #: Share of its time that they need, where that is known; whoever changes them forgets it.
+    load: float | None = None
 
 
 def allowance(
@@ -106,11 +108,14 @@ class Pools:
     #: GPUs and memory of one node, for the memory of a new group.
     node_gpus: int
     node_bytes: int
+    #: Disks of one node for images beyond its memory.
+    nvme_bytes: int = 0
     groups: dict[int, Group] = field(default_factory=dict)
 
     def host_bytes(self, gpus: int) -> int:
         """What images may take on the nodes of a WPG of so many GPUs."""
-        return int(MEMORY_SHARE * self.node_bytes * gpus / self.node_gpus)
+        node_bytes = MEMORY_SHARE * self.node_bytes + self.nvme_bytes
+        return int(node_bytes * gpus / self.node_gpus)
 
 
 class Why(StrEnum):
@@ -173,26 +178,30 @@ def place(wanted: Member, pools: Pools, rules: Rules) -> Home | Why:
         return Home(group=None) if fresh else Why.TRAIN_GPUS
     if rules.placement is Placement.SPREAD and fresh:
         return Home(group=None)
-    best: tuple[bool, float, int] | None = None
-    refused = Why.TRAIN_GPUS
-    for group in pools.groups.values():
-        why = refusal(wanted, group, rules)
+    # Its own shape first. Pack and fit fill the densest; spread the emptiest.
+    sign = 1 if rules.placement is Placement.SPREAD else -1
+    ranked: list[tuple[bool, float, int, int, Group]] = []
+    refused, last = Why.TRAIN_GPUS, -1
+    for position, group in enumerate(pools.groups.values()):
+        own = group.gpus == wanted.train_gpus
+        why = _no_room(wanted, group, rules)
         if why is None:
-            # Its own shape first. Pack and fit fill the densest; spread the emptiest.
-            other = group.gpus != wanted.train_gpus
-            load = load_of(group)
-            rank = (other, load if rules.placement is Placement.SPREAD else -load, group.number)
-            if best is None or rank < best:
-                best = rank
-        elif group.gpus == wanted.train_gpus:
-            refused = why
-    if best is not None:
-        return Home(group=best[2])
+            ranked.append((not own, sign * load_of(group), group.number, position, group))
+        elif own:
+            refused, last = why, position
+    ranked.sort(key=lambda each: each[:3])
+    for other, load, _, position, group in ranked:
+        if rules.placement is not Placement.FIT or _bears(wanted, group, rules, sign * load):
+            return Home(group=group.number)
+        if not other and position > last:
+            refused, last = Why.PROMISE, position
     return Home(group=None) if fresh else refused
 
 
 def load_of(group: Group) -> float:
     """Share of its time that its members need."""
+    if group.load is not None:
+        return group.load
     found = 0.0
     for member in group.members.values():
         found += (member.on(group.gpus) or member.profile).load
@@ -201,27 +210,34 @@ def load_of(group: Group) -> float:
 
 def refusal(wanted: Member, group: Group, rules: Rules) -> Why | None:
     """Why ``wanted`` cannot join; cheap reasons first."""
-    profile = wanted.on(group.gpus)
-    if profile is None:
+    why = _no_room(wanted, group, rules)
+    if why is not None or rules.placement is not Placement.FIT:
+        return why
+    return None if _bears(wanted, group, rules, load_of(group)) else Why.PROMISE
+
+
+def _no_room(wanted: Member, group: Group, rules: Rules) -> Why | None:
+    if not wanted.factor(group.gpus):
         return Why.TRAIN_GPUS
     members = group.members
     if len(members) >= rules.most:
         return Why.PROMISE
     images = sum(member.image_bytes for member in members.values()) + wanted.image_bytes
-    if images > group.host_bytes:
-        return Why.HOST_MEMORY
-    if rules.placement is not Placement.FIT:
-        return None
-    if load_of(group) + profile.load > rules.full:
-        return Why.PROMISE
-    everybody = [*members.values(), wanted]
-    return None if kept(everybody, rules.margin, group.gpus) else Why.PROMISE
+    return Why.HOST_MEMORY if images > group.host_bytes else None
+
+
+def _bears(wanted: Member, group: Group, rules: Rules, load: float) -> bool:
+    """Whether everybody's promise is kept if it joins a group of that load."""
+    profile = wanted.on(group.gpus)
+    if profile is None or load + profile.load > rules.full:
+        return False
+    return kept([*group.members.values(), wanted], rules.margin, group.gpus)
 
 
 def kept(members: Sequence[Member], margin: float, gpus: int = 0) -> bool:
     """Whether every promise is predicted to be kept, on a WPG of ``gpus``; 0: all of one shape."""
     profiles = [(member.on(gpus) if gpus else None) or member.profile for member in members]
-    found = slowdowns(profiles)
+    found = foreseen(tuple(profiles))
     return all(
         slow * profile.step_us / max(1, member.profile.step_us) - 1
         <= ((member.allowed or member.max_slowdown) - 1) * margin

@@ -255,6 +255,8 @@ def _take_away(lane: Lane, tenant: Tenant) -> bool:
     lane.copies.pop(tenant.key, None)
     if lane.resident is tenant:
         lane.resident = lane.kept_until_us = None
+    if lane.beside is tenant:
+        lane.beside = None
     if lane.owed is tenant:
         lane.owed = None
     return lane.waiting.pop(tenant.key, None) is not None

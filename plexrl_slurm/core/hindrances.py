@@ -1,7 +1,8 @@
 """Why a job finds no home in a pool: every site is asked, answers are told by kind. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from plexrl_slurm.core.grouping import Placement, Rules
@@ -41,7 +42,8 @@ class _Finding:
     site: Site
     #: How far from a home, among those of one kind.
     distance: float
-    sentence: str
+    #: Asked only of the nearest.
+    sentence: Callable[[], str]
     job: JobId | None = None
     needed_bytes: int = 0
     free_bytes: int = 0
@@ -66,11 +68,12 @@ def hindrances(
             return (Obstacle(kind=ObstacleKind.DRAINING, pool=pool, sentence=sentence),)
         sentence = f"{names} needs a {pool} WPG, and the partition holds none"
         return (Obstacle(kind=ObstacleKind.NO_WPG, pool=pool, sentence=sentence),)
-    findings = [_finding(who, site, partition, rules, slow) for site in open_sites]
+    findings: dict[ObstacleKind, list[_Finding]] = {}
+    for site in open_sites:
+        found = _finding(who, site, partition, rules, slow)
+        findings.setdefault(found.kind, []).append(found)
     return tuple(
-        _obstacle(kind, [each for each in findings if each.kind is kind], partition, pool)
-        for kind in _ORDER
-        if any(each.kind is kind for each in findings)
+        _obstacle(kind, findings[kind], partition, pool) for kind in _ORDER if kind in findings
     )
 
 
@@ -88,7 +91,7 @@ def _obstacle(
     return Obstacle(
         kind=kind,
         pool=pool,
-        sentence=f"{nearest.sentence}{others}",
+        sentence=f"{nearest.sentence()}{others}",
         wpg=nearest.site.wpg.id,
         job=nearest.job,
         needed_bytes=nearest.needed_bytes,
@@ -113,7 +116,7 @@ def _finding(
             distance=need - site.device_bytes,
             needed_bytes=need,
             free_bytes=site.device_bytes,
-            sentence=(
+            sentence=lambda: (
                 f"{_names(who)} needs {in_words(need)} of device memory on {name}, "
                 f"which has {in_words(site.device_bytes)}"
             ),
@@ -126,7 +129,7 @@ def _finding(
             distance=need - has,
             needed_bytes=need,
             free_bytes=max(0, has),
-            sentence=_of_memory(who, site, partition, need, has),
+            sentence=partial(_of_memory, who, site, partition, need, has),
         )
     return _of_company(who, site, partition, rules, slow)
 
@@ -169,36 +172,54 @@ def _of_company(
     taken = ObstacleKind.TRAIN_GPUS if pool is Pool.TRAIN else ObstacleKind.ROLLOUT_GPUS
     if rules.placement is Placement.ISOLATED:
         with_whom = others[0].label if others else "nobody"
-        sentence = f"no {pool} WPG is free, and jobs share none here: {name} has {with_whom}"
-        return _Finding(kind=taken, site=site, distance=len(others), sentence=sentence)
+        return _Finding(
+            kind=taken,
+            site=site,
+            distance=len(others),
+            sentence=lambda: (
+                f"no {pool} WPG is free, and jobs share none here: {name} has {with_whom}"
+            ),
+        )
     if pool is Pool.TRAIN and len(others) >= rules.most:
-        sentence = f"{name} has {len(others)} jobs, and {rules.most} is the most"
-        return _Finding(kind=taken, site=site, distance=len(others), sentence=sentence)
+        return _Finding(
+            kind=taken,
+            site=site,
+            distance=len(others),
+            sentence=lambda: f"{name} has {len(others)} jobs, and {rules.most} is the most",
+        )
     lost = broken(who, site, partition, rules, slow)
     if lost:
         worst, there, left = max(lost, key=lambda each: (each[1] - each[2], each[0].job))
-        total = there + worst.max_slowdown - left
-        whose = "it" if worst is who else worst.label
-        sentence = (
-            f"on {name} {whose} would run {total:.2f} times as long as alone, "
-            f"and {worst.max_slowdown:.2f} was promised"
-        )
-        if total <= worst.max_slowdown:
-            sentence += f", of which a prediction may use {rules.margin:.0%}"
         return _Finding(
             kind=ObstacleKind.PROMISE,
             site=site,
             distance=there - left,
-            sentence=sentence,
+            sentence=partial(_of_promise, who, site, rules, worst, there, left),
             job=worst.job,
         )
-    total_load = load(partition, site, who.job) + who.profile(pool, site.wpg.gpus).load
-    sentence = (
-        f"{name} would be asked for {total_load:.0%} of its time, and {rules.full:.0%} is the most"
-    )
+    total = load(partition, site, who.job) + who.profile(pool, site.wpg.gpus).load
     return _Finding(
-        kind=ObstacleKind.PROMISE, site=site, distance=total_load - rules.full, sentence=sentence
+        kind=ObstacleKind.PROMISE,
+        site=site,
+        distance=total - rules.full,
+        sentence=lambda: (
+            f"{name} would be asked for {total:.0%} of its time, and {rules.full:.0%} is the most"
+        ),
     )
+
+
+def _of_promise(
+    who: Applicant, site: Site, rules: Rules, worst: Applicant, there: float, left: float
+) -> str:
+    total = there + worst.max_slowdown - left
+    whose = "it" if worst is who else worst.label
+    sentence = (
+        f"on {site.wpg.id} {whose} would run {total:.2f} times as long as alone, "
+        f"and {worst.max_slowdown:.2f} was promised"
+    )
+    if total <= worst.max_slowdown:
+        sentence += f", of which a prediction may use {rules.margin:.0%}"
+    return sentence
 
 
 def _plain(who: Applicant) -> str:

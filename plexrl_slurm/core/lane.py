@@ -1,8 +1,8 @@
 """State of one WPG and of what may be resident on it. Plain records; ``books`` keeps them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from plexrl_slurm.core.ids import CallId, CauseId, DeploymentId, JobId, WpgId
 from plexrl_slurm.core.ledger import DOWN, IDLE, Meter, Use
@@ -25,6 +25,8 @@ from plexrl_slurm.core.residency import Residency, Whereabouts
 if TYPE_CHECKING:
     from plexrl_slurm.core.shared import Group
 
+#: What a switch costs whoever it is for: bytes that leave first, the rate, and to get the GPUs.
+Fare: TypeAlias = tuple[int, int, int]
 #: Moves in a row that find a tier full; then what is resident, and cannot be saved, makes room: its
 #: calls rebuild it.
 ROOM_WAITS: Final = 12
@@ -60,8 +62,12 @@ class Tenant:
     retry_us: int = 0
     #: How often its home has changed.
     moves: int = 0
-    #: What it was last weighed as while it was away, and of what that came.
-    weighed: tuple[Candidate, tuple[object, ...]] | None = None
+    #: What it was last weighed as while it was away and waited; ``None`` if it has changed since,
+    #: which ``Books.settle`` and ``Books.begin`` see to.
+    weighed: Candidate | None = None
+    #: What had been learned of its job by then, and what a switch to it was reckoned from.
+    version: int | None = None
+    fare: Fare = (0, 0, 0)
 
     @property
     def name(self) -> DeploymentId:
@@ -80,13 +86,6 @@ class Tenant:
         for entry in self.samples.values():
             return entry
         return None
-
-    def since_us(self) -> int:
-        """Since when the head waits."""
-        if self.ready_us is not None:
-            return self.ready_us
-        head = self.head()
-        return 0 if head is None else head.ready_us
 
     def queue_length(self) -> int:
         """Calls without an answer that do not run."""
@@ -152,6 +151,8 @@ class Lane:
     #: Sampling phases; a training tenant has one of its own.
     phases: dict[tuple[str, JobId], Phase] = field(default_factory=dict)
     resident: Tenant | None = None
+    #: Whose tail runs on in the second engine slot; nothing of it is admitted there any more.
+    beside: Tenant | None = None
     move: Move | None = None
     running: dict[CallId, Running] = field(default_factory=dict)
     #: Jobs of the running calls, and how many each has.
@@ -164,10 +165,11 @@ class Lane:
     leaving: bool = False
     #: A :class:`Pause` was said for what runs.
     pausing: bool = False
-    #: The most calls that ran at once since nothing ran.
+    #: The most calls of the resident that ran at once since none did.
     most: int = 0
     #: When to look at its tail again.
     tail_us: int | None = None
+    fare: Fare = (0, 0, 0)
     #: Who was last said to be expected next.
     expected: DeploymentId | None = None
     #: Until when the WPG is kept for the resident while others wait.
@@ -241,6 +243,12 @@ class Lane:
         self.room_waits += 1
         return self.room_waits < ROOM_WAITS
 
+    def working(self) -> Mapping[CallId, Running]:
+        """What runs, without the tail beside it."""
+        if self.beside is None:
+            return self.running
+        return {call: run for call, run in self.running.items() if run.tenant is not self.beside}
+
     def trains(self) -> bool:
         """Whether what runs is not sampling (or is unknown): it does not share the WPG."""
         for run in self.running.values():
@@ -267,7 +275,7 @@ class Lane:
         """What it does now."""
         if not self.up:
             return DOWN
-        if self.move is not None:
+        if self.move is not None and not self.running:  # beside a tail it costs nobody anything
             return Use(activity=Activity.SWITCH, jobs=frozenset((self.move.payer,)))
         if self.running:
             first, trains = next(iter(self.running.values())), self.trains()

@@ -4,7 +4,7 @@ Slurm's words: a job over a submit limit is refused when it comes, one over anot
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final, NamedTuple
@@ -232,6 +232,14 @@ class Tally:
         for key in keys_of(subject):
             self._jobs[key] -= 1
             self._bytes[key] -= subject.host_bytes
+
+    def submitted(self, subject: Subject) -> tuple[int, ...]:
+        """How many jobs wait or have a place, by whoever's limits count for this one."""
+        return tuple(self._submitted[key] for key in keys_of(subject))
+
+    def assume(self, subject: Subject, submitted: Iterable[int]) -> None:
+        """The same from another one."""
+        self._submitted.update(dict(zip(keys_of(subject), submitted, strict=True)))
 
     def refusal(self, subject: Subject) -> Held | None:
         """Why one more job like this may not even wait; ``None`` if it may."""

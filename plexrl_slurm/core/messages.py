@@ -6,11 +6,12 @@ what matters. ``at_us`` is the instant of an event, UTC microseconds; the core h
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
 from typing import TypeAlias
 
 from plexrl_slurm.core.ids import CallId, CauseId, DeploymentId, JobId, WpgId
+from plexrl_slurm.core.records import dataclass
 from plexrl_slurm.core.subjects import READS as READS
 from plexrl_slurm.core.subjects import WRITES as WRITES
 from plexrl_slurm.core.subjects import Activity as Activity
@@ -59,6 +60,8 @@ class WpgUp(Event):
     #: Of one that shares GPUs: it is the one that has them. A gang that was started anew sleeps.
     #: What is found of a group after a daemon's restart is said before the core plans.
     awake: bool = False
+    #: Of which it runs a tail in its second engine slot, beside ``resident``.
+    beside: DeploymentId | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,6 +309,8 @@ class Switch(Instruction):
     #: Progress of ``outgoing``, to be written into its image.
     outgoing_progress: tuple[int, int]
     incoming: DeploymentId
+    #: Whose last samples run on meanwhile, and after it, in another engine slot of the WPG.
+    beside: DeploymentId | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

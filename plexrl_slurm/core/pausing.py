@@ -2,22 +2,24 @@
 
 from dataclasses import replace
 
+from plexrl_slurm.core import beside
 from plexrl_slurm.core.books import Books
 from plexrl_slurm.core.ids import CauseId
 from plexrl_slurm.core.lane import Lane, Running, Tenant
 from plexrl_slurm.core.messages import AnyInstruction, Pause, Paused
 from plexrl_slurm.core.policy import Candidate, Choice, Rule
-from plexrl_slurm.core.tails import LOOK_US, Tail, TailRules, Waiter, is_tail, pays
+from plexrl_slurm.core.tails import LOOK_US, Tail, TailRules, Waiter, few_left, is_tail, pays
 
 
 def find_tail(books: Books, lane: Lane, rules: TailRules) -> Tail | None:
-    """What runs on ``lane`` as a tail; ``None`` if it is none that could be paused."""
-    running = len(lane.running)
+    """What runs on ``lane`` as a tail; ``None`` if it is none of which something could be done."""
+    working = lane.working()
+    running = len(working)
     if running > rules.running and 100 * running > rules.share * lane.most:
         return None  # the usual case, cheaply
-    runs = [run for run in lane.running.values() if run.entry is not None]
+    runs = [run for run in working.values() if run.entry is not None]
     resident = lane.resident
-    if resident is None or len(runs) < len(lane.running):
+    if resident is None or len(runs) < running:
         return None
     members = resident.members.values()
     entries = [run.entry for run in runs if run.entry is not None]
@@ -32,7 +34,7 @@ def find_tail(books: Books, lane: Lane, rules: TailRules) -> Tail | None:
         weight=max((member.priority for member in members), default=1),
         step_us=min((books.estimates.step_us(entry.call.job) for entry in entries), default=1),
     )
-    if not is_tail(rules, tail):
+    if not (is_tail(rules, tail) or (beside.may(lane, rules) and few_left(rules, tail))):
         return None
     tokens, longest_us = 0, 0
     for run in runs:
@@ -57,6 +59,7 @@ def as_waiter(choice: Choice) -> Waiter:
         weight=winner.weight,
         step_us=winner.step_us,
         overdue=choice.rule in (Rule.OVERDUE, Rule.LONG_OVERDUE),
+        switch_us=winner.switch_us,
     )
 
 
@@ -69,12 +72,12 @@ def pause(
     out: list[AnyInstruction],
 ) -> None:
     """Pause the tail for whom the policy has chosen, if that pays; else look again in a while."""
-    if not pays(rules, tail, as_waiter(choice)):
+    if not (is_tail(rules, tail) and pays(rules, tail, as_waiter(choice))):
         lane.tail_us = lane.now_us + LOOK_US
         return
     lane.pausing = lane.leaving = True
     lane.owed = lane.tenants[choice.winner.key]
-    out.append(Pause(wpg=lane.id, calls=tuple(lane.running), cause=cause))
+    out.append(Pause(wpg=lane.id, calls=tuple(lane.working()), cause=cause))
 
 
 def paused(

@@ -1,14 +1,14 @@
 """Decides what an idle WPG does next: run, switch, save an image, or wait a moment."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from plexrl_slurm.core import copies, shared
+from plexrl_slurm.core import beside, copies, shared
 from plexrl_slurm.core.books import Books
 from plexrl_slurm.core.expect import expected
 from plexrl_slurm.core.ids import CauseId, JobId
-from plexrl_slurm.core.lane import Lane, Move, Running, Tenant
+from plexrl_slurm.core.lane import Fare, Lane, Move, Running, Tenant
 from plexrl_slurm.core.messages import (
     AnyInstruction,
     Expect,
@@ -19,10 +19,10 @@ from plexrl_slurm.core.messages import (
     Switch,
 )
 from plexrl_slurm.core.ordering import Entry
-from plexrl_slurm.core.pausing import find_tail, pause
+from plexrl_slurm.core.pausing import as_waiter, find_tail, pause
 from plexrl_slurm.core.policy import Candidate, Choice, Policy
 from plexrl_slurm.core.residency import Residency
-from plexrl_slurm.core.tails import TailRules
+from plexrl_slurm.core.tails import TailRules, pays_beside
 
 #: After them a job goes on in its other pool.
 _LAST: Final = frozenset({FunctionKind.PUBLISH, FunctionKind.SAMPLE})
@@ -45,6 +45,7 @@ class Planner:
         """What ``lane`` does from now on; nothing if it does it already."""
         out: list[AnyInstruction] = []
         lane.kept_until_us = lane.tail_us = None
+        beside.leave(lane, cause)
         if lane.room_us is not None and lane.room_us <= lane.now_us:
             lane.room_us = None
         if lane.group is not None:
@@ -55,7 +56,7 @@ class Planner:
             elif lane.draining:
                 self._drain(lane, cause, out)
                 self._pass_on(lane, cause, out)
-            elif lane.running:
+            elif lane.working():
                 self._join(lane, cause, out)
             else:
                 lane.leaving = lane.pausing = False
@@ -85,23 +86,52 @@ class Planner:
         choice = self.policy.choose(candidates, hysteresis=self.hysteresis)
         return choice, shared.find(lane, choice.winner.key)
 
+    def complaints(self) -> Iterator[str]:
+        """Where what is kept of a candidate is not what would be found. For tests."""
+        for lane in self.books.lanes.values():
+            kept, fare = self._waiting(lane), self._fare(lane)
+            for known, tenant in zip(kept, lane.waiting.values(), strict=True):
+                if known != self._candidate(lane, tenant, fare):
+                    yield f"{tenant.key} was weighed as {known}, which it is not any more"
+
     # -- candidates -----------------------------------------------------------------------
 
     def _candidates(self, lane: Lane) -> list[Candidate]:
-        found = [self._candidate(lane, tenant) for tenant in lane.waiting.values()]
+        found = self._waiting(lane)
         if lane.group is not None:
             found += self._rivals(lane)
         if found and self.held_until_us(lane) is not None and lane.resident is not None:
-            found.append(self._candidate(lane, lane.resident))
+            found.append(self._candidate(lane, lane.resident, lane.fare))
         return found
 
     def _rivals(self, lane: Lane) -> list[Candidate]:
         """Of those that wait for the GPUs of ``lane``, and sleep."""
-        return [
-            self._candidate(other, tenant)
-            for other in shared.rivals(lane)
-            for tenant in other.waiting.values()
-        ]
+        return [c for other in shared.rivals(lane) for c in self._waiting(other)]
+
+    def _waiting(self, lane: Lane) -> list[Candidate]:
+        """Those that wait on ``lane``. Most are away, and were at the last decision: what was
+        found of them then is right until they run or something is learned of their job; only
+        instants go on, and what a switch costs."""
+        books, now_us, resident = self.books, lane.now_us, lane.resident
+        versions, rollouts, fare = books.estimates.versions, books.rollouts, self._fare(lane)
+        found = []
+        for tenant in lane.waiting.values():
+            known, ready_us = tenant.weighed, tenant.ready_us
+            if (
+                known is None
+                or ready_us is None
+                or tenant is resident
+                or tenant.version != versions.get(known.job)
+            ):
+                found.append(self._candidate(lane, tenant, fare))
+                continue
+            known.waited_us = now_us - ready_us
+            if tenant.fare is not fare:
+                tenant.fare, known.switch_us = fare, self._switch_us(lane, tenant, fare)
+            if known.job in rollouts:
+                known.slack_us = self._slack_us(known.job, now_us)
+            found.append(known)
+        return found
 
     def held_until_us(self, lane: Lane) -> int | None:
         """Until when the resident, which has no call, is worth waiting for."""
@@ -111,7 +141,7 @@ class Planner:
             or tenant.gone
             or not self.policy.holds
             or tenant.key in lane.waiting
-            or lane.running
+            or lane.working()
             or all(member.job != tenant.last_job for member in tenant.members.values())
         ):
             return None
@@ -123,11 +153,9 @@ class Planner:
             return None
         return until_us
 
-    def _candidate(self, lane: Lane, tenant: Tenant) -> Candidate:
+    def _candidate(self, lane: Lane, tenant: Tenant, fare: Fare) -> Candidate:
         books, now_us, head = self.books, lane.now_us, tenant.head()
-        estimates = books.estimates
-        if head is not None and tenant.program is not None and tenant is not lane.resident:
-            return self._absent(lane, tenant, head)
+        estimates, resident = books.estimates, tenant is lane.resident
         if head is None:
             job, kind, waited_us = tenant.last_job, None, 0
             weight = max(m.priority for m in tenant.members.values() if m.job == job)
@@ -137,14 +165,14 @@ class Planner:
             waited_us = now_us - (head.ready_us if tenant.ready_us is None else tenant.ready_us)
             weight = tenant.members[call.deployment].priority
         phase = lane.phase(tenant, job)
+        there = resident or tenant is lane.beside
         kind = kind or phase.last_kind or FunctionKind.SAMPLE
-        resident = tenant is lane.resident
-        return Candidate(
+        found = Candidate(
             key=tenant.key,
             job=job,
             weight=weight,
             waited_us=waited_us,
-            switch_us=0 if resident else self._switch_us(lane, tenant),
+            switch_us=0 if there else self._switch_us(lane, tenant, fare),
             remaining_us=phase.remaining_us(kind, now_us, estimates),
             step_us=estimates.step_us(job),
             phase_waited_us=phase.waited_us,
@@ -155,39 +183,9 @@ class Planner:
             slack_us=0 if tenant.program is None else self._slack_us(job, now_us),
             attained_us=books.attained_us.get((lane.id, job), 0),
         )
-
-    def _absent(self, lane: Lane, tenant: Tenant, head: Entry) -> Candidate:
-        """Of one that waits to be trained, and is away. Most candidates are, at most decisions: as
-        long as it does not run and nothing is learned of its job, only instants change."""
-        books, job, ready_us = self.books, head.call.job, tenant.ready_us
-        waited_us = lane.now_us - (head.ready_us if ready_us is None else ready_us)
-        weight = tenant.members[head.call.deployment].priority
-        switch_us = self._switch_us(lane, tenant)
-        slack_us = self._slack_us(job, lane.now_us) if job in books.rollouts else 0
-        stamp = (lane, head, tenant.turn, ready_us, books.estimates.versions.get(job))
-        if tenant.weighed is not None and tenant.weighed[1] == stamp:
-            known = tenant.weighed[0]
-            known.weight, known.waited_us = weight, waited_us
-            known.switch_us, known.slack_us = switch_us, slack_us
-            return known
-        phase = lane.phase(tenant, job)
-        found = Candidate(
-            key=tenant.key,
-            job=job,
-            weight=weight,
-            waited_us=waited_us,
-            switch_us=switch_us,
-            remaining_us=phase.remaining_us(head.call.kind, lane.now_us, books.estimates),
-            step_us=books.estimates.step_us(job),
-            phase_waited_us=phase.waited_us,
-            resident=False,
-            mid_phase=False,
-            virtual=False,
-            turn=tenant.turn,
-            slack_us=slack_us,
-            attained_us=books.attained_us.get((lane.id, job), 0),
-        )
-        tenant.weighed = (found, stamp)
+        if head is not None and tenant.program is not None and not resident:
+            tenant.weighed, tenant.fare = found, fare
+            tenant.version = estimates.versions.get(job)
         return found
 
     def _slack_us(self, job: JobId, now_us: int) -> int:
@@ -200,13 +198,21 @@ class Planner:
             return 0
         return max(0, total_us - rollout.served_us - (now_us - rollout.busy_us))
 
-    def _switch_us(self, lane: Lane, tenant: Tenant) -> int:
-        program, resident = tenant.program, lane.resident
-        moved = 0 if program is not None and program.image is None else tenant.image_bytes
-        if resident is not None and resident.dirty:
-            moved += resident.image_bytes
-        cost_us = self.books.costs.estimate_us(lane.id, moved)
-        return cost_us if lane.group is None else cost_us + shared.turn_us(lane, self.books.costs)
+    def _fare(self, lane: Lane) -> Fare:
+        """What a switch moves and takes whoever it is for: the same object while it is the same,
+        which is from one switch to the next."""
+        resident, group, costs = lane.resident, lane.group, self.books.costs
+        out_bytes = resident.image_bytes if resident is not None and resident.dirty else 0
+        turn_us = 0 if group is None else shared.turn_us(lane, costs)
+        fare = (out_bytes, costs.bytes_per_s(lane.id), turn_us)
+        if fare != lane.fare:
+            lane.fare = fare
+        return lane.fare
+
+    def _switch_us(self, lane: Lane, tenant: Tenant, fare: Fare) -> int:
+        program, (out_bytes, _, turn_us) = tenant.program, fare
+        in_bytes = 0 if program is not None and program.image is None else tenant.image_bytes
+        return self.books.costs.estimate_us(lane.id, in_bytes + out_bytes) + turn_us
 
     # -- decisions ------------------------------------------------------------------------
 
@@ -251,7 +257,7 @@ class Planner:
         lane.pausing = lane.pausing and not alone
         if not alone and not lane.pausing:
             self._look_at_tail(lane, resident, cause, out)
-        if lane.leaving or not resident.samples:
+        if lane.leaving or lane.move is not None or not resident.samples:
             return
         if alone:
             self._admit(lane, resident, cause, out)
@@ -265,16 +271,22 @@ class Planner:
     def _look_at_tail(
         self, lane: Lane, resident: Tenant, cause: CauseId, out: list[AnyInstruction]
     ) -> None:
-        """Pause what runs, if it is a tail that others had better not wait for."""
+        """If what runs is a tail that others had better not wait for, pause it, or let the first of
+        them in beside it."""
         if self.tails is None or resident.gone:
             return
         if (tail := find_tail(self.books, lane, self.tails)) is not None:
             others = [t for t in lane.waiting.values() if t is not resident]
             if not others:  # who shares the GPUs waits for the whole of it
                 return
-            candidates = tuple(self._candidate(lane, tenant) for tenant in others)
+            fare = self._fare(lane)
+            candidates = tuple(self._candidate(lane, tenant, fare) for tenant in others)
             choice = self.policy.choose(candidates, hysteresis=self.hysteresis)
-            pause(lane, self.tails, tail, choice, cause, out)
+            if beside.may(lane, self.tails) and pays_beside(self.tails, tail, as_waiter(choice)):
+                beside.begin(lane)
+                self._make_room(lane, lane.tenants[choice.winner.key], cause, out)
+            else:
+                pause(lane, self.tails, tail, choice, cause, out)
 
     @staticmethod
     def _alone_in_line(lane: Lane, tenant: Tenant) -> bool:
@@ -324,12 +336,13 @@ class Planner:
                 resident.lose(cause)
         lane.resident = dirty
         lane.owed = tenant
-        tenant.step(Residency.LOADING, cause)
+        beside.loads(lane, tenant, cause)
         order = Switch(
             wpg=lane.id,
             outgoing=None if dirty is None else dirty.name,
             outgoing_progress=progress,
             incoming=tenant.name if head is None else head.call.deployment,
+            beside=beside.whose(lane, tenant),
             cause=cause,
         )
         out.append(order)
@@ -431,7 +444,8 @@ class Planner:
             out.append(Expect(wpg=lane.id, deployment=name, cause=cause))
 
     def _best(self, lane: Lane, tenants: Sequence[Tenant]) -> Tenant:
-        candidates = tuple(self._candidate(lane, tenant) for tenant in tenants)
+        fare = self._fare(lane)
+        candidates = tuple(self._candidate(lane, tenant, fare) for tenant in tenants)
         choice = self.policy.choose(candidates, hysteresis=self.hysteresis)
         return lane.tenants[choice.winner.key]
 
@@ -463,7 +477,7 @@ class Planner:
         call = entry.call
         run = Running(call=call.id, part=part, start_us=lane.now_us)
         self.books.begin(lane, tenant, run, entry)
-        lane.most = max(lane.most, len(lane.running))
+        lane.most = max(lane.most, len(lane.working()))
         out.append(
             Run(
                 wpg=lane.id,

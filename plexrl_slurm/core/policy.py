@@ -5,11 +5,12 @@ index: without it two deployments that alternate pay a switch for every function
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from math import exp
 from typing import Final, Protocol
 
+from plexrl_slurm.core import records
 from plexrl_slurm.core.errors import BadInput
 from plexrl_slurm.core.ids import JobId
 
@@ -43,6 +44,15 @@ class Candidate:
     slack_us: int = 0
     #: GPU time that its job has had on this WPG.
     attained_us: int = 0
+    #: Waited so long, its phase has waited two steps;
+    long_us: int = field(init=False)
+    #: not even so long, no guard looks at it. Once here, not at every decision.
+    calm_us: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        step_us = self.step_us
+        long_us = self.long_us = 2 * step_us - self.phase_waited_us
+        self.calm_us = step_us if step_us < long_us else long_us
 
 
 class Rule(StrEnum):
@@ -60,7 +70,7 @@ class Rule(StrEnum):
     HYSTERESIS = "hysteresis"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@records.dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """The winner, and why."""
 
@@ -90,20 +100,22 @@ def guard(candidates: Sequence[Candidate]) -> Choice | None:
     call that waited one step) by the ratio, unless the resident ends within the time that the
     switch takes. That exception lasts no longer than the switch itself.
     """
-    best: tuple[tuple[int, int, int], Candidate] | None = None
-    someone = False
     for c in candidates:
-        waited_us, step_us = c.waited_us, c.step_us
-        someone = someone or waited_us >= step_us
-        excess = c.phase_waited_us + waited_us - 2 * step_us
-        if excess >= 0 and not c.virtual:
-            rank = (excess, waited_us, -c.job)
-            if best is None or rank > best[0]:
-                best = (rank, c)
+        if c.waited_us >= c.calm_us:
+            return _overdue(candidates)
+    return None  # the usual case, cheaply
+
+
+def _overdue(candidates: Sequence[Candidate]) -> Choice | None:
+    best, most = None, -1
+    for c in candidates:
+        excess = c.waited_us - c.long_us
+        if excess < most or c.virtual:
+            continue
+        if excess > most or (best is not None and _before(c, best)):
+            best, most = c, excess
     if best is not None:
-        return Choice(winner=best[1], rule=Rule.LONG_OVERDUE)
-    if not someone:
-        return None
+        return Choice(winner=best, rule=Rule.LONG_OVERDUE)
     late: tuple[tuple[float, int, int], Candidate] | None = None
     for c in candidates:
         if c.waited_us >= c.step_us and not c.virtual:
@@ -172,23 +184,22 @@ class AtcH:
         guarded = guard(candidates)
         if guarded is not None:
             return guarded
-        works = [_work_us(c) for c in candidates]
+        works = [c.switch_us + (c.remaining_us if c.remaining_us > 1 else 1) for c in candidates]
         reach = self.look_ahead * sum(works) / len(candidates)
-        best, most, resident, kept = candidates[0], (-1.0, 0, 0), None, 0.0
+        best, most, resident, kept = candidates[0], -1.0, None, 0.0
         for c, work in zip(candidates, works, strict=True):
             index = c.weight / (work * c.step_us)
             if c.slack_us > work:
                 index *= exp((work - c.slack_us) / reach)
-            rank = (index, c.waited_us, -c.job)
-            if rank > most:
-                best, most = c, rank
+            if index > most or (index == most and _before(c, best)):
+                best, most = c, index
             if c.resident:
                 resident, kept = c, index
         if (
             resident is not None
             and resident is not best
             and resident.mid_phase
-            and most[0] <= (1 + hysteresis) * kept
+            and most <= (1 + hysteresis) * kept
         ):
             return Choice(winner=resident, rule=Rule.HYSTERESIS)
         return Choice(winner=best, rule=Rule.INDEX)
@@ -268,6 +279,13 @@ def _resident(candidates: Sequence[Candidate]) -> Candidate | None:
 
 def _work_us(c: Candidate) -> int:
     return c.switch_us + (c.remaining_us if c.remaining_us > 1 else 1)
+
+
+def _before(c: Candidate, other: Candidate) -> bool:
+    """Of two that are equal otherwise: the longer wait, then the lower job."""
+    if c.waited_us != other.waited_us:
+        return c.waited_us > other.waited_us
+    return c.job < other.job
 
 
 def _longest(candidates: Sequence[Candidate]) -> Candidate:

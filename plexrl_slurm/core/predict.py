@@ -17,6 +17,7 @@ measures the error; docs/decisions/0037 tells what it replaced.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import erf, exp, pi, sqrt
 from typing import Final
 
@@ -77,6 +78,12 @@ def slowdowns(members: Sequence[Profile]) -> list[float]:
         mean += _CROWD * mine.phase_us * others * others / (1 - others)
         found.append(max(floor, _slowdown(mine, mean, variance)))
     return found
+
+
+@lru_cache(maxsize=1 << 15)
+def foreseen(members: tuple[Profile, ...]) -> tuple[float, ...]:
+    """:func:`slowdowns`, remembered: a queue asks the same of the same groups again and again."""
+    return tuple(slowdowns(members))
 
 
 def _wait(mine: Profile, theirs: Profile) -> tuple[float, float]:

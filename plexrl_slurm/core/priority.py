@@ -129,6 +129,14 @@ class Usage:
         else:
             self._used[owner] = (used + gpu_us * self._left(then_us - at_us), then_us)
 
+    def of(self, owner: Owner) -> tuple[float, int]:
+        """What it was worth at an instant, as it is kept."""
+        return self._used[owner]
+
+    def set(self, owner: Owner, gpu_us: float, at_us: int) -> None:
+        """The same from another one."""
+        self._used[owner] = (gpu_us, at_us)
+
     def at(self, now_us: int) -> dict[Owner, float]:
         """What is left of it."""
         return {

@@ -4,7 +4,7 @@ A move costs a pause of the whole group, so it is decided rarely, and only for j
 long enough to earn it back.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from plexrl_slurm.core.grouping import (
@@ -37,36 +37,55 @@ def merge(pools: Pools, rules: Rules, may_move: Callable[[JobId], bool]) -> Regr
 
     Its rollout GPUs stay as they are: only training WPGs are merged.
     """
-    if rules.placement not in (Placement.FIT, Placement.PACK):
-        return None
-    thin = sorted(
+    for group in thinnest(pools):
+        found = emptied(group, pools, rules, may_move)
+        if found is not None:
+            return found
+    return None
+
+
+def thinnest(pools: Pools) -> list[Group]:
+    """Groups that use least of what they hold first."""
+    return sorted(
         pools.groups.values(), key=lambda group: (load_of(group) / group.gpus, group.number)
     )
-    for group in thin:
-        if group.members and all(may_move(job) for job in group.members):
-            homes = _elsewhere(list(group.members.values()), group, pools, rules)
-            if homes is not None:
-                return Regrouping(group=group.number, homes=homes, gives_back=True)
-    return None
+
+
+def emptied(
+    group: Group, pools: Pools, rules: Rules, may_move: Callable[[JobId], bool]
+) -> Regrouping | None:
+    """Where the members of ``group`` go so that nobody is left, and no promise breaks."""
+    if rules.placement not in (Placement.FIT, Placement.PACK) or not group.members:
+        return None
+    if not all(may_move(job) for job in group.members):
+        return None
+    homes = _elsewhere(list(group.members.values()), group, pools, rules)
+    return None if homes is None else Regrouping(group=group.number, homes=homes, gives_back=True)
 
 
 def relieve(
     group: Group, pools: Pools, rules: Rules, may_move: Callable[[JobId], bool]
 ) -> Regrouping | None:
     """Who leaves ``group`` so that the promises of those who stay are kept again."""
-    members = list(group.members.values())
-    if rules.placement is not Placement.FIT or len(members) < 2 or kept(members, 1.0, group.gpus):
-        return None
-    for leaver in sorted(members, key=lambda member: (member.profile.load, -member.job)):
-        stay = [member for member in members if member is not leaver]
-        if not may_move(leaver.job) or not kept(stay, 1.0, group.gpus):
-            continue
+    for leaver in leavers(group, rules, may_move):
         others = _without(pools, group)
         found = place(replace(leaver, rollout_gpus=0), others, rules)
         if isinstance(found, Home):
             homes = ((leaver.job, found.group),)
             return Regrouping(group=group.number, homes=homes, gives_back=False)
     return None
+
+
+def leavers(group: Group, rules: Rules, may_move: Callable[[JobId], bool]) -> Iterator[Member]:
+    """Members without which the promises of the others would be kept again, the lightest first;
+    nobody, if they are kept."""
+    members = list(group.members.values())
+    if rules.placement is not Placement.FIT or len(members) < 2 or kept(members, 1.0, group.gpus):
+        return
+    for leaver in sorted(members, key=lambda member: (member.profile.load, -member.job)):
+        stay = [member for member in members if member is not leaver]
+        if may_move(leaver.job) and kept(stay, 1.0, group.gpus):
+            yield leaver
 
 
 def _without(pools: Pools, group: Group) -> Pools:

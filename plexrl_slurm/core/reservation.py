@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from plexrl_slurm.core.ids import JobId, WpgId
 from plexrl_slurm.core.messages import Pool
-from plexrl_slurm.core.sites import Partition, Site
+from plexrl_slurm.core.sites import Partition, Site, natural
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ def open_to_all(
     kept: set[WpgId] = set()
     for pool in Pool:
         there = [s.wpg.id for s in partition.sites if s.wpg.pool is pool and not s.draining]
-        there.sort(key=_natural)
+        there.sort(key=natural)
         kept |= set(there[max(0, len(there) - reservation.wpgs) :])
     taken = _taken(partition, reserved)
 
@@ -60,9 +60,3 @@ def _taken(partition: Partition, reserved: Collection[JobId]) -> Counter[str]:
                     for node in site.at:
                         found[node] += sum(-(-image // len(site.at)) for image in who.train_images)
     return found
-
-
-def _natural(wpg: WpgId) -> tuple[str, int, str]:
-    """``train-10`` comes after ``train-9``."""
-    name, _, number = wpg.rpartition("-")
-    return (name, int(number), "") if number.isdecimal() else (wpg, 0, wpg)

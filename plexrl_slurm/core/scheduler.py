@@ -110,7 +110,7 @@ class SchedulerCore:
 
     def check_invariants(self) -> None:
         """Raise if the books contradict each other. For tests, and in production on demand."""
-        found = complaints(self._books)
+        found = [*complaints(self._books), *self._planner.complaints()]
         if found:
             raise AssertionError("; ".join(found))
 

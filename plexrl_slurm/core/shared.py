@@ -6,13 +6,13 @@ is awake: only that one has a resident, runs or moves state. The others sleep un
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from plexrl_slurm.core.books import Books
 from plexrl_slurm.core.costs import SwitchCosts
 from plexrl_slurm.core.estimates import ewma
-from plexrl_slurm.core.ids import CauseId, JobId
+from plexrl_slurm.core.ids import CauseId, JobId, WpgId
 from plexrl_slurm.core.lane import Lane, Tenant
 from plexrl_slurm.core.ledger import DOWN, IDLE, Use
 from plexrl_slurm.core.messages import Activity, Call, Charge, Grant, Granted
@@ -21,6 +21,8 @@ from plexrl_slurm.core.messages import Activity, Call, Charge, Grant, Granted
 PRIOR_GRANT_US: Final = 1_000_000
 #: After a grant that was refused (the memory is not free) the next is tried.
 RETRY_US: Final = 5_000_000
+#: Of a WPG whose ranks die whenever they are woken: twice as long each time, up to this.
+LONGEST_RETRY_US: Final = 320_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +55,8 @@ class Group:
     refusals: int = 0
     #: Who was refused.
     refused: Lane | None = None
+    #: By WPG, how often in a row its ranks died while they were woken.
+    deadly: dict[WpgId, int] = field(default_factory=dict)
 
     def others(self, lane: Lane) -> Iterator[Lane]:
         """Those that ``lane`` shares with."""
@@ -127,6 +131,7 @@ def joined(books: Books, lane: Lane) -> None:
 def left(group: Group, lane: Lane) -> Sequence[Lane]:
     """``lane`` is held no more; those that it shared with."""
     group.lanes = [other for other in group.lanes if other is not lane]
+    group.deadly.pop(lane.id, None)
     lane.group = None
     if lane is group.leader:
         for other in group.lanes:
@@ -142,11 +147,18 @@ def came_up(group: Group, lane: Lane, *, awake: bool) -> None:
         group.turn = None
 
 
-def went_down(group: Group, lane: Lane) -> None:
+def went_down(group: Group, lane: Lane, reason: str) -> None:
     """Whoever was about to be awake may never be."""
+    woken = group.grant is not None and group.grant.lane is lane
     if group.grant is not None or group.turn is lane:
         group.turn = group.grant = None
     group.retry_us = group.refused = None
+    if woken:
+        times = group.deadly[lane.id] = group.deadly.get(lane.id, 0) + 1
+        wait_us = min(RETRY_US << min(times - 1, 10), LONGEST_RETRY_US)
+        group.retry_us, group.refused = lane.now_us + wait_us, lane
+        often = "" if times == 1 else f", {times} times in a row"
+        group.reason = f"its ranks died while they were woken{often}: {reason}"
 
 
 def granted(lane: Lane, event: Granted) -> None:
@@ -159,6 +171,7 @@ def granted(lane: Lane, event: Granted) -> None:
     if event.ok:
         group.grant_us = ewma(group.grant_us, lane.now_us - taken.start_us)
         group.refusals, group.reason = 0, ""
+        group.deadly.pop(lane.id, None)
         if taken.tenant.key in lane.waiting and not lane.draining:
             lane.owed = taken.tenant
     else:

@@ -1,13 +1,14 @@
 """A partition as placement sees it: WPGs to live on, jobs that live there or want to. Pure."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from bisect import insort
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 from plexrl_slurm.core.grouping import Rules
 from plexrl_slurm.core.ids import JobId, WpgId
 from plexrl_slurm.core.messages import Pool, Wpg
-from plexrl_slurm.core.predict import Profile, slowdowns
+from plexrl_slurm.core.predict import Profile, foreseen
 from plexrl_slurm.core.profiles import Habits
 
 
@@ -70,38 +71,113 @@ class Settled:
 
     who: Applicant
     homes: Mapping[Pool, WpgId]
+    #: It may have what the reservation keeps free.
+    reserved: bool = False
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
 class Partition:
-    """Sites, and who lives there."""
+    """Sites, and who lives there. What is worked out of it is kept until somebody moves; it is
+    the same however the partition came to be as it is."""
 
-    sites: Sequence[Site]
-    settled: Sequence[Settled]
-    members: dict[WpgId, list[Applicant]] = field(default_factory=dict)
-    homes: dict[JobId, Mapping[Pool, WpgId]] = field(default_factory=dict)
-    #: Bytes that images take on one node of a site: all of them, and the largest one.
-    _stock: dict[WpgId, tuple[int, int]] = field(default_factory=dict)
-    #: Bytes of a node's tier that training sites there need together.
-    _taken: dict[str, int] = field(default_factory=dict)
-    _load: dict[WpgId, float] = field(default_factory=dict)
-    _by_id: dict[WpgId, Site] = field(default_factory=dict)
-    _slow: dict[WpgId, dict[JobId, float]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.members = {site.wpg.id: [] for site in self.sites}
-        self._by_id = {site.wpg.id: site for site in self.sites}
-        for each in self.settled:
+    def __init__(self, *, sites: Sequence[Site], settled: Iterable[Settled]) -> None:
+        self.sites = sites
+        #: By job, in their order.
+        self.members: dict[WpgId, list[Applicant]] = {site.wpg.id: [] for site in sites}
+        self.homes: dict[JobId, Mapping[Pool, WpgId]] = {}
+        self._settled: dict[JobId, Settled] = {}
+        self._by_id = {site.wpg.id: site for site in sites}
+        self._by_pool = {
+            pool: tuple(site for site in sites if site.wpg.pool is pool) for pool in Pool
+        }
+        #: Bytes that images take on one node of a site: all of them, and the largest one.
+        self._stock: dict[WpgId, tuple[int, int]] = {}
+        #: Bytes of a node's tier that training sites there need together.
+        self._taken: dict[str, int] = {}
+        self._load: dict[WpgId, float] = {}
+        self._slow: dict[WpgId, dict[JobId, float]] = {}
+        #: What others have worked out of a site, as it is now.
+        self.notes: dict[WpgId, object] = {}
+        for each in sorted(settled, key=lambda each: each.who.job):
+            self._settled[each.who.job] = each
             self.homes[each.who.job] = each.homes
             for wpg in each.homes.values():
                 if wpg in self.members:
                     self.members[wpg].append(each.who)
-        for site in self.sites:
+        for site in sites:
+            self._count(site, 1)
+
+    # -- who lives there -------------------------------------------------------------------
+    @property
+    def settled(self) -> Sequence[Settled]:
+        """Everybody who has a home."""
+        return tuple(self._settled.values())
+
+    def of(self, job: JobId) -> Settled | None:
+        """A job, and its homes."""
+        return self._settled.get(job)
+
+    def settle(self, each: Settled) -> None:
+        """A job has these homes now, and is like this."""
+        self.leave(each.who.job)
+        self._settled[each.who.job] = each
+        self.homes[each.who.job] = each.homes
+        for wpg in each.homes.values():
+            if wpg in self.members:
+                with self._changing(wpg):
+                    insort(self.members[wpg], each.who, key=_job_of)
+
+    def leave(self, job: JobId) -> None:
+        """It has none any more."""
+        gone = self._settled.pop(job, None)
+        if gone is None:
+            return
+        for wpg in gone.homes.values():
+            if wpg in self.members:
+                with self._changing(wpg):
+                    self.members[wpg] = [each for each in self.members[wpg] if each.job != job]
+        del self.homes[job]
+
+    @contextmanager
+    def without(self, job: JobId, pools: Collection[Pool]) -> Iterator[None]:
+        """For as long as this lasts the job has no home in ``pools``."""
+        before = self._settled.get(job)
+        if before is None or not any(pool in before.homes for pool in pools):
+            yield
+            return
+        self.settle(
+            replace(before, homes={p: wpg for p, wpg in before.homes.items() if p not in pools})
+        )
+        try:
+            yield
+        finally:
+            self.settle(before)
+
+    @contextmanager
+    def _changing(self, wpg: WpgId) -> Iterator[None]:
+        site = self._by_id[wpg]
+        self._count(site, -1)
+        yield
+        self._count(site, 1)
+        for known in (self._load, self._slow, self.notes):
+            known.pop(wpg, None)
+        # What a promise leaves for a job's other home depends on this one.
+        for each in self.members[wpg]:
+            for other in self.homes.get(each.job, {}).values():
+                self.notes.pop(other, None)
+
+    def _count(self, site: Site, sign: int) -> None:
+        if sign > 0:
             shares = self.shares(site)
             self._stock[site.wpg.id] = (sum(shares), max(shares, default=0))
-            if site.wpg.pool is Pool.TRAIN:
-                for node in site.at:
-                    self._taken[node] = self._taken.get(node, 0) + host_need(shares)
+        if site.wpg.pool is Pool.TRAIN:
+            need = sign * sum(self._stock[site.wpg.id])
+            for node in site.at:
+                self._taken[node] = self._taken.get(node, 0) + need
+
+    # -- what there is ---------------------------------------------------------------------
+    def pool(self, pool: Pool) -> tuple[Site, ...]:
+        """Its sites."""
+        return self._by_pool[pool]
 
     def shares(self, site: Site) -> list[int]:
         """What each image there takes on one of its nodes."""
@@ -112,7 +188,7 @@ class Partition:
     def room(self, site: Site, who: Applicant) -> tuple[int, int]:
         """Bytes that the images there need on one node together with those of ``who``, and what
         the fullest node has for them."""
-        nodes, total, largest = len(site.at), *self._stock[site.wpg.id]
+        nodes, (total, largest) = len(site.at), self._stock[site.wpg.id]
         for image in who.images(site.wpg.pool):
             share = -(-image // nodes)
             total, largest = total + share, max(largest, share)
@@ -122,6 +198,8 @@ class Partition:
         """Bytes that other training sites need on the fullest of its nodes."""
         if site.wpg.pool is not Pool.TRAIN:
             return 0
+        if len(site.at) == 1:
+            return self._taken[site.at[0]] - sum(self._stock[site.wpg.id])
         return max(self._taken[node] for node in site.at) - sum(self._stock[site.wpg.id])
 
     def load(self, wpg: WpgId) -> float:
@@ -144,14 +222,29 @@ class Partition:
         site = self._by_id[wpg]
         members = [each for each in self.members[wpg] if who is None or each.job != who.job]
         members += [] if who is None else [who]
-        found = _slowdowns(tuple(m.profile(site.wpg.pool, site.wpg.gpus) for m in members))
+        found = foreseen(tuple(m.profile(site.wpg.pool, site.wpg.gpus) for m in members))
         return {member.job: slow for member, slow in zip(members, found, strict=True)}
+
+
+def in_natural_order(sites: Iterable[Site]) -> list[Site]:
+    """``train-10`` comes after ``train-9``."""
+    return sorted(sites, key=lambda site: natural(site.wpg.id))
+
+
+def natural(wpg: WpgId) -> tuple[str, int, str]:
+    """To put names in their order."""
+    name, _, number = wpg.rpartition("-")
+    return (name, int(number), "") if number.isdecimal() else (wpg, 0, wpg)
+
+
+def _job_of(who: Applicant) -> JobId:
+    return who.job
 
 
 def usable(who: Applicant, pool: Pool, partition: Partition) -> Iterator[Site]:
     """Sites of ``pool`` that have memory for it."""
-    for site in partition.sites:
-        if site.wpg.pool is pool and not site.draining and fits_device(site, who):
+    for site in partition.pool(pool):
+        if not site.draining and fits_device(site, who):
             need, has = partition.room(site, who)
             if need <= has:
                 yield site
@@ -164,10 +257,12 @@ def fits_device(site: Site, who: Applicant) -> bool:
 
 def load(partition: Partition, site: Site, but: JobId | None = None) -> float:
     """Share of the site's time that those who live there need."""
+    found = partition.load(site.wpg.id)
+    if but is None or but not in partition.homes:
+        return found
     pool, gpus = site.wpg.pool, site.wpg.gpus
     members = partition.members[site.wpg.id]
-    mine = (each.profile(pool, gpus).load for each in members if each.job == but)
-    return partition.load(site.wpg.id) - sum(mine)
+    return found - sum(each.profile(pool, gpus).load for each in members if each.job == but)
 
 
 def allowance(
@@ -216,8 +311,3 @@ def could_hold(site: Site, image_bytes: int) -> bool:
     """Whether the site would have room for this image if it were empty."""
     share = -(-image_bytes // len(site.at))
     return image_bytes <= site.device_bytes and host_need([share]) <= site.host_bytes
-
-
-@lru_cache(maxsize=4096)
-def _slowdowns(members: tuple[Profile, ...]) -> tuple[float, ...]:
-    return tuple(slowdowns(members))

@@ -1,9 +1,9 @@
 """What messages are about: WPGs, deployments, calls, and what a WPG does."""
 
-from dataclasses import dataclass
 from enum import StrEnum
 
 from plexrl_slurm.core.ids import CallId, DeploymentId, JobId, WpgId
+from plexrl_slurm.core.records import dataclass
 
 
 class Pool(StrEnum):
@@ -45,6 +45,8 @@ class Wpg:
     gpus: int
     #: It has none of its own, and takes turns on those of this WPG, which is on the same nodes.
     shares: WpgId | None = None
+    #: Its memory was budgeted for a second engine, in which a tail may run on beside another's.
+    second_slot: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,10 @@ class TailRules:
     least_us: int = 5_000_000
     #: A call is paused at most so often.
     pauses: int = 4
+    #: On WPGs with a second engine slot it runs on there instead, beside who waited,
+    co_resident: bool = False
+    #: while each is believed to take so many percent longer.
+    slowdown: int = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,13 +68,20 @@ class Waiter:
     step_us: int
     #: It has waited so long that the policy's order does not count any more.
     overdue: bool
+    #: Of its work, the switch.
+    switch_us: int = 0
+
+
+def few_left(rules: TailRules, tail: Tail) -> bool:
+    """Whether few of many are left, or what was paused goes on."""
+    few = tail.running <= rules.running or 100 * tail.running <= rules.share * tail.most
+    left = tail.running < tail.most or tail.fewest > 0
+    return few and left and tail.running > 0
 
 
 def is_tail(rules: TailRules, tail: Tail) -> bool:
-    """Whether few of many are left, or what was paused goes on, and may be paused at all."""
-    few = tail.running <= rules.running or 100 * tail.running <= rules.share * tail.most
-    left = tail.running < tail.most or tail.fewest > 0
-    return rules.pause and few and left and tail.running > 0 and tail.pauses < rules.pauses
+    """Whether it is one, and may be paused at all."""
+    return rules.pause and few_left(rules, tail) and tail.pauses < rules.pauses
 
 
 def pays(rules: TailRules, tail: Tail, waiter: Waiter) -> bool:
@@ -89,6 +100,21 @@ def pays(rules: TailRules, tail: Tail, waiter: Waiter) -> bool:
     saves = rest_us * waiter.weight * tail.step_us
     costs = (waiter.work_us + tail.back_us) * tail.weight * waiter.step_us
     return saves > costs
+
+
+def pays_beside(rules: TailRules, tail: Tail, waiter: Waiter) -> bool:
+    """Whether ``waiter`` had better come in beside a tail that runs on.
+
+    It saves what it would have waited, less what it runs slower; the tail runs slower as long.
+    """
+    rest_us = tail.rest_us
+    if rest_us is None or rest_us < rules.least_us or rest_us <= waiter.switch_us:
+        return False  # it comes in as soon when the tail has ended
+    if waiter.overdue:
+        return True
+    slower_us = min(rest_us, waiter.work_us) * rules.slowdown // 100
+    saves = (rest_us - slower_us) * waiter.weight * tail.step_us
+    return saves > slower_us * tail.weight * waiter.step_us
 
 
 class Lengths:

@@ -49,9 +49,17 @@ class Eviction:
 
 
 def choose(
-    images: Iterable[TieredImage], *, tier: Tier, needed_bytes: int, below_bytes: int = 0
+    images: Iterable[TieredImage],
+    *,
+    tier: Tier,
+    needed_bytes: int,
+    below_bytes: int = 0,
+    now_us: int = 0,
 ) -> tuple[Eviction, ...]:
     """What to evict from ``tier``, in this order, to free at least ``needed_bytes`` there.
+
+    First what costs least for the time that it is gone: an image is read back when it is wanted,
+    and one without a copy below has to be written there before, which is as much again.
 
     Fewer bytes are freed if there is no more to evict. ``below_bytes``: room in the next tier,
     for images of which no other complete copy exists. Of images that are not needed for the
@@ -62,7 +70,7 @@ def choose(
     here = [image for image in images if tier in image.tiers and not image.pinned]
     chosen: list[Eviction] = []
     freed = 0
-    for image in sorted(here, key=_warmth):
+    for image in sorted(here, key=lambda each: _warmth(each, tier, now_us)):
         if freed >= needed_bytes:
             break
         how = _way_out(image, tier)
@@ -75,9 +83,11 @@ def choose(
     return _without_the_needless(chosen, freed - needed_bytes)
 
 
-def coldest_first(images: Iterable[TieredImage]) -> Sequence[TieredImage]:
+def coldest_first(
+    images: Iterable[TieredImage], *, tier: Tier = Tier.HOST, now_us: int = 0
+) -> Sequence[TieredImage]:
     """The order in which images leave."""
-    return sorted(images, key=_warmth)
+    return sorted(images, key=lambda each: _warmth(each, tier, now_us))
 
 
 def next_use_us(*, last_us: int, gap_us: int | None, now_us: int) -> int:
@@ -91,10 +101,14 @@ def _way_out(image: TieredImage, tier: Tier) -> How:
     return How.DROP if len(image.tiers - {tier}) or not image.newest else How.SPILL
 
 
-def _warmth(image: TieredImage) -> tuple[bool, float, int, str]:
-    """The coldest has the smallest; one that a later progress has replaced is colder than any."""
-    soon = float("inf") if image.next_use_us is None else float(image.next_use_us)
-    return image.newest, -soon, image.last_use_us, image.id
+def _warmth(image: TieredImage, tier: Tier, now_us: int) -> tuple[bool, float, int, str]:
+    """The coldest has the smallest; one that a later progress has replaced is colder than any.
+
+    Of each byte, which is moved once or twice.
+    """
+    moves = 2 if _way_out(image, tier) is How.SPILL else 1
+    gone = float("inf") if image.next_use_us is None else max(0, image.next_use_us - now_us)
+    return image.newest, -gone / moves, image.last_use_us, image.id
 
 
 def _without_the_needless(chosen: Sequence[Eviction], spare: int) -> tuple[Eviction, ...]:

@@ -9,7 +9,7 @@ shared ones and its own branch. Rows of similar length are padded into a micro-b
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 
 import numpy as np
@@ -82,6 +82,18 @@ class MicroBatch:
     segments: Tensor
     #: ``[N]`` or ``[N, K]`` by name.
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        """The same on a device; itself if it is there."""
+        if device.type == "cpu":
+            return self
+        moved = {
+            name: value.to(device)
+            for name, value in ((each.name, getattr(self, each.name)) for each in fields(self))
+            if isinstance(value, Tensor)
+        }
+        inputs = {key: value.to(device) for key, value in self.inputs.items()}
+        return replace(self, **moved, inputs=inputs)
 
 
 def check(body: wire.ForwardBackward, loss: Loss, model: ModelSpec) -> list[Example]:

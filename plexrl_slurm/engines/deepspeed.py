@@ -10,7 +10,6 @@ import os
 import shutil
 import uuid
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,22 +22,20 @@ from plexrl_slurm.core import content
 from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import BadImage, BadInput, PlexError, StepSkipped, StorageFull
 from plexrl_slurm.core.zero import layout_of
-from plexrl_slurm.engines import batching, jit, losses, meeting
+from plexrl_slurm.engines import batching, joining, losses
 from plexrl_slurm.engines.adam import check_adam
 from plexrl_slurm.engines.base import RankSpec
 from plexrl_slurm.engines.checkpoints import Gang, export, load, save
 from plexrl_slurm.engines.device_memory import DeviceMemory, on_gpu
 from plexrl_slurm.engines.gpus import check_torch
 from plexrl_slurm.engines.movers import Mover, Piece
-from plexrl_slurm.engines.skeleton import Skeleton, bytes_of, dtype_name, quiet
+from plexrl_slurm.engines.skeleton import Skeleton, bytes_of, dtype_name
 from plexrl_slurm.memory import swap
 from plexrl_slurm.memory.slab import Slab, SlabHeader, SlabTensor, needed_bytes
 from plexrl_slurm.model_fingerprint import check_weights
 
 #: Name under which an image says what its weights are.
 _WEIGHTS: Final = "weights"
-#: A rank that hears nothing from another for so long gives up.
-_TIMEOUT: Final = timedelta(minutes=5)
 
 
 class DeepSpeedEngine:
@@ -53,7 +50,7 @@ class DeepSpeedEngine:
         if self._max_tokens < 1:
             raise BadInput("max_tokens_per_microbatch must be 1 or more")
         check_torch()
-        _join(spec)
+        self._device = joining.join(spec)
         self._gang = Gang(rank=spec.rank, world=spec.world)
         #: By architecture; at most one is awake.
         self._skeletons: dict[str, Skeleton] = {}
@@ -67,7 +64,7 @@ class DeepSpeedEngine:
         self._model: ModelSpec | None = None
         self._slabs: dict[Path, Slab] = {}
         self._swap = _swap_folder(spec) if self._zero.swap_optimizer else None
-        self._mover = Mover.for_device(_device(), ranks=spec.world)
+        self._mover = Mover.for_device(self._device, ranks=spec.world)
         # Built now, so that no job waits for it and no job pays for it.
         first = str(spec.options.get("model", next(iter(spec.models), "")))
         if first:
@@ -318,7 +315,8 @@ class DeepSpeedEngine:
         logprobs: list[np.ndarray[Any, np.dtype[np.float32]]] = [
             np.zeros(example.targets.shape, dtype=np.float32) for example in examples
         ]
-        for batch in (batching.build(rows, examples, inputs) for rows in plan):
+        for rows in plan:
+            batch = batching.build(rows, examples, inputs).to(self._device)
             lp = skeleton.logprobs(batch) if before is None else skeleton.forward(batch)
             total, found = losses.compute(loss, lp, batch.inputs, batch.segments, config)
             if not self._gang.all_agree(math.isfinite(found["loss:sum"])):
@@ -430,8 +428,8 @@ def _split(lp: Tensor, batch: batching.MicroBatch) -> Sequence[np.ndarray[Any, A
     """The logprobs of each member of the micro-batch."""
     if not batch.members:
         return []
-    sizes = torch.bincount(batch.segments, minlength=len(batch.members)).tolist()
-    return [part.numpy() for part in lp.detach().split(sizes)]
+    sizes = torch.bincount(batch.segments.cpu(), minlength=len(batch.members)).tolist()
+    return [part.numpy() for part in lp.detach().cpu().split(sizes)]
 
 
 def _entry(name: str, tensor: Tensor) -> SlabTensor:
@@ -454,36 +452,6 @@ def _swap_folder(spec: RankSpec) -> Path:
     return Path(folder)
 
 
-def _join(spec: RankSpec) -> None:
-    """Bring up this process's group, once; a second engine in the process shares it."""
-    torch.set_num_threads(max(1, len(spec.cores) // spec.world))
-    # With several threads PyTorch otherwise adds some gradients in the order they are ready.
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    if torch.distributed.is_initialized():
-        here = torch.distributed.get_world_size()
-        if here != spec.world:
-            raise RuntimeError(f"this process is in a gang of {here}, not {spec.world}")
-        return
-    os.environ.update(
-        RANK=str(spec.rank),
-        LOCAL_RANK=str(spec.rank - spec.first),
-        WORLD_SIZE=str(spec.world),
-        MASTER_ADDR=spec.master_address,
-        MASTER_PORT=str(spec.master_port),
-        HF_HUB_OFFLINE="1",
-    )
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    os.environ.setdefault("DEEPSPEED_TIMEOUT", str(int(_TIMEOUT.total_seconds() // 60)))
-    jit.clear_stale_locks(jit.extensions_dir())
-    with quiet():
-        import deepspeed
-
-        if spec.meeting:  # DeepSpeed takes the group that is there
-            meeting.join(spec, timeout=_TIMEOUT)
-        deepspeed.init_distributed("gloo", timeout=_TIMEOUT, verbose=False)
-
-
 def _changed(model: ModelSpec, fingerprint: str) -> PlexError | None:
     """Whether the base weights are others than when the deployment was accepted."""
     try:
@@ -491,10 +459,3 @@ def _changed(model: ModelSpec, fingerprint: str) -> PlexError | None:
     except PlexError as error:
         return error
     return None
-
-
-def _device() -> torch.device:
-    """What DeepSpeed computes on."""
-    from deepspeed.accelerator import get_accelerator
-
-    return torch.device(get_accelerator().device_name())

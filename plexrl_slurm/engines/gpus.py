@@ -48,3 +48,8 @@ def has_gpus() -> bool:
     import torch
 
     return torch.version.cuda is not None and torch.cuda.device_count() > 0
+
+
+def accelerator() -> str:
+    """What DeepSpeed computes on here, as it spells it."""
+    return "cuda" if has_gpus() else "cpu"

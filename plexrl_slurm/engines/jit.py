@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from plexrl_slurm.engines.gpus import accelerator
+
 #: A lock this old is stale whoever holds it; no part takes so long to build.
 _TOO_OLD_S: Final = 600.0
 #: A lock that no process here has open may be another host's on a shared file system, unless
@@ -65,7 +67,7 @@ SWAPPING: Final = ("AsyncIOBuilder",)
 
 def prebuild(names: Sequence[str]) -> None:
     """Build these, unless they are there."""
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("DS_ACCELERATOR", accelerator())
     clear_stale_locks(extensions_dir())
     from deepspeed.accelerator import get_accelerator
 

@@ -88,10 +88,10 @@ def _gspo(
     sequence ratio's value and its own logprob's gradient.
     """
     marked = (inputs["sequence_ratio_mask"] != 0).to(lp.dtype)
-    sequences = int(segments[-1]) + 1
     gap = (lp.detach() - inputs["logprobs"]) * marked
-    total = torch.zeros(sequences, dtype=lp.dtype).index_add_(0, segments, gap)
-    count = torch.zeros(sequences, dtype=lp.dtype).index_add_(0, segments, marked)
+    # There are no more sequences than tokens; how many there are, a GPU would have to be asked.
+    total = lp.new_zeros(len(lp)).index_add_(0, segments, gap)
+    count = lp.new_zeros(len(lp)).index_add_(0, segments, marked)
     # A dummy of zero weight marks nothing; its mean is irrelevant but must be finite.
     mean = (total / count.clamp_min(1.0))[segments]
     ratio = (mean + lp - lp.detach()).exp()

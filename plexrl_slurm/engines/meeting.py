@@ -19,7 +19,7 @@ _SIOCGIFADDR: Final = 0x8915
 _VARIABLE: Final = "GLOO_SOCKET_IFNAME"
 
 
-def join(spec: RankSpec, *, timeout: timedelta) -> None:
+def join(spec: RankSpec, *, timeout: timedelta, backend: str = "gloo") -> None:
     """Bring up the process group; returns when all ranks are there."""
     import torch.distributed as dist
 
@@ -34,7 +34,7 @@ def join(spec: RankSpec, *, timeout: timedelta) -> None:
         wait_for_workers=False,
     )
     dist.init_process_group(
-        "gloo",
+        backend,
         store=dist.PrefixStore(spec.meeting, store),
         rank=spec.rank,
         world_size=spec.world,

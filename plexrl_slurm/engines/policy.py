@@ -22,9 +22,9 @@ class _Logprobs(torch.autograd.Function):  # type: ignore[misc]  # torch is unty
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
         wide = targets if targets.ndim == 2 else targets[:, None]
-        logprobs = torch.empty(wide.shape, dtype=torch.float32)
-        norm = torch.empty(len(hidden), dtype=torch.float32)
-        for rows in _chunks(torch.arange(len(hidden)), head):
+        logprobs = hidden.new_empty(wide.shape, dtype=torch.float32)
+        norm = hidden.new_empty(len(hidden), dtype=torch.float32)
+        for rows in _chunks(torch.arange(len(hidden), device=hidden.device), head):
             logits = (hidden[rows] @ head.T).float()
             norm[rows] = torch.logsumexp(logits, dim=-1)
             logprobs[rows] = logits.gather(1, wide[rows]) - norm[rows, None]

@@ -1,12 +1,12 @@
 """Images on a disk of the node: as fast as the disk, checked block by block when they come back.
 
 A folder has a file for each rank, the slab as it is, and a manifest, which is written last; it
-is complete or it is not there. Blocks go between the slab's own pages and the disk (O_DIRECT),
-several at a time; where O_DIRECT is refused, through the page cache. An image belongs to one
-owner, a token that lives as long as the host tier above it.
+is complete or it is not there. Blocks go to the disk from the slab's own pages (O_DIRECT), several
+at a time, and come back by way of a buffer: to map pages that are to be written costs more than
+the copy. Where O_DIRECT is refused they go through the page cache. An image belongs to one owner,
+a token that lives as long as the host tier above it.
 """
 
-import ctypes
 import errno
 import fcntl
 import mmap
@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
@@ -25,19 +25,17 @@ from crc32c import crc32c
 
 from plexrl_slurm.core.errors import BadImage, PlexError, StorageFailed
 from plexrl_slurm.memory import disk, sums
-from plexrl_slurm.memory.files import publish_folder, storage_errors, write_bytes
+from plexrl_slurm.memory.files import publish_folder, storage_errors, write_all, write_bytes
 from plexrl_slurm.memory.slab import PRELUDE_BYTES, put_prelude, read_header, unmarked, used_bytes
 
 T = TypeVar("T")
-_libc: Final = ctypes.CDLL(None)
 
 #: What one thread moves at once; a multiple of the page.
 BLOCK: Final = sums.BLOCK
 #: Blocks that are under way at once.
 DEPTH: Final = 4
-#: Threads beside those: they checksum, or map pages, while the disk works for the others.
+#: Threads beside those: they copy and checksum while the disk works for the others.
 SPARE: Final = 2
-_POPULATE_WRITE: Final = 23
 FORMAT: Final = 1
 _MANIFEST: Final = "manifest.json"
 
@@ -125,22 +123,27 @@ def write_image(folder: Path, slabs: Sequence[Path], *, owner: str) -> Manifest:
     try:
         with _disk_errors(folder.parent), storage_errors(_standing(folder), sum(sizes)):
             disk.disk.make_folder(part)
-            files = tuple(
-                _write_rank(slab, part / f"rank-{rank}.slab", size)
-                for rank, (slab, size) in enumerate(zip(slabs, sizes, strict=True))
-            )
-            sums.compare_all(slabs, [file.blocks for file in files])
-            seq, step = header.progress
-            manifest = Manifest(
-                format=FORMAT,
-                owner=owner,
-                deployment=header.deployment,
-                progress=(seq, step),
-                block_bytes=BLOCK,
-                files=files,
-            )
-            text = msgspec.json.encode(manifest)
-            write_bytes(part / _MANIFEST, b"%08x\n%s\n" % (crc32c(text), text))
+            with ExitStack() as opened, ThreadPoolExecutor(len(slabs), "sync") as syncing:
+                files, synced = [], []
+                for rank, (slab, size) in enumerate(zip(slabs, sizes, strict=True)):
+                    path = part / f"rank-{rank}.slab"
+                    target = opened.enter_context(_direct(path, writing=True))
+                    files.append(_write_rank(slab, path, size, target))
+                    synced.append(syncing.submit(_sync, target, path))
+                sums.compare_all(slabs, [file.blocks for file in files])
+                seq, step = header.progress
+                manifest = Manifest(
+                    format=FORMAT,
+                    owner=owner,
+                    deployment=header.deployment,
+                    progress=(seq, step),
+                    block_bytes=BLOCK,
+                    files=tuple(files),
+                )
+                text = msgspec.json.encode(manifest)
+                write_bytes(part / _MANIFEST, b"%08x\n%s\n" % (crc32c(text), text))
+                for each in synced:
+                    each.result()
             publish_folder(part, folder)
         return manifest
     finally:
@@ -236,28 +239,35 @@ def _standing(folder: Path) -> Path:
 # ---- one rank -----------------------------------------------------------------------------
 
 
-def _write_rank(slab: Path, path: Path, size: int) -> RankFile:
-    with _mapped(slab, size, writable=False) as view, _direct(path, writing=True) as target:
+def _write_rank(slab: Path, path: Path, size: int, target: int) -> RankFile:
+    """All but the sync."""
+    gate = Gate()
+    with slab.open("rb") as file:
+        # Not closed by hand: a view of a failed block may be alive in its traceback.
+        view = memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ))
+
+    def write(block: _Block) -> int:
+        data = view[block.offset : block.offset + block.size]
+        crc = crc32c(data)
+        with gate.block():
+            _whole(target, block, lambda at: disk.disk.write(target, data[at:], block.offset + at))
+        return crc
+
+    try:
         disk.disk.allocate(target, size)
-
-        gate = Gate()
-
-        def write(block: _Block) -> int:
-            data = view[block.offset : block.offset + block.size]
-            crc = crc32c(data)
-            with gate.block():
-                _whole(
-                    target, block, lambda at: disk.disk.write(target, data[at:], block.offset + at)
-                )
-            return crc
-
-        try:
-            crcs = _each(write, _blocks(size, BLOCK))
-            disk.disk.sync(target)
-        except OSError as error:
-            error.filename = error.filename or str(path)
-            raise
+        crcs = _each(write, _blocks(size, BLOCK))
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
     return RankFile(name=path.name, bytes=size, blocks=tuple(crcs))
+
+
+def _sync(target: int, path: Path) -> None:
+    try:
+        disk.disk.sync(target)
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def _read_rank(path: Path, file: RankFile, block_bytes: int, slab: Path, gate: Gate) -> bytes:
@@ -268,9 +278,11 @@ def _read_rank(path: Path, file: RankFile, block_bytes: int, slab: Path, gate: G
     try:
         with _direct(path, writing=False) as source:
             _same_size(path, source, file)
-            _reserve(slab, file.bytes)
-            with _mapped(slab, file.bytes, writable=True) as view:
-                return _fill(path, source, file, blocks, view, gate)
+            target = _reserve(slab, file.bytes)
+            try:
+                return _fill(path, source, file, blocks, slab, target, gate)
+            finally:
+                disk.disk.close(target)
     except PlexError:
         raise
     except OSError as error:
@@ -282,27 +294,50 @@ def _fill(
     source: int,
     file: RankFile,
     blocks: Sequence[_Block],
-    view: memoryview,
+    slab: Path,
+    target: int,
     gate: Gate,
 ) -> bytes:
-    view[:PRELUDE_BYTES] = bytes(PRELUDE_BYTES)
-    # The first block has the commit mark, which nobody may see before all is checked.
-    aside = mmap.mmap(-1, max(blocks[0].size, mmap.PAGESIZE))
+    room = _Room(blocks[0].size)
+    # The commit mark, which nobody may see before all is checked.
+    preludes = []
+
+    def put(data: memoryview | bytes, at: int) -> None:
+        with storage_errors(slab.parent, file.bytes):
+            write_all(target, data, at)
 
     def read(block: _Block) -> None:
-        target = memoryview(aside) if block.number == 0 else view[block.offset :]
-        data = target[: block.size]
-        _populate(data)
+        data = room.space()[: block.size]
         with gate.block():
             _whole(source, block, lambda at: disk.disk.read(source, [data[at:]], block.offset + at))
         _compare(path, block, data, file)
+        if block.number == 0:
+            preludes.append(bytes(data[:PRELUDE_BYTES]))
+            data[:PRELUDE_BYTES] = unmarked(preludes[0])
+        put(data, block.offset)
 
+    put(bytes(PRELUDE_BYTES), 0)
     _each(read, blocks)
-    first = memoryview(aside)
-    prelude = bytes(first[:PRELUDE_BYTES])
-    view[PRELUDE_BYTES : blocks[0].size] = first[PRELUDE_BYTES : blocks[0].size]
-    view[:PRELUDE_BYTES] = unmarked(prelude)
-    return prelude
+    return preludes[0]
+
+
+class _Room:
+    """A block of memory for each thread; in large pages where there are some, which a disk takes
+    in fewer pieces."""
+
+    def __init__(self, size: int) -> None:
+        self._size, self._own = size, threading.local()
+
+    def space(self) -> memoryview:
+        """That of this thread."""
+        found: memoryview | None = getattr(self._own, "space", None)
+        if found is None:
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            pages = mmap.mmap(-1, self._size, flags=flags)
+            with suppress(OSError):
+                pages.madvise(mmap.MADV_HUGEPAGE)
+            found = self._own.space = memoryview(pages)
+        return found
 
 
 def _read_block(path: Path, source: int, block: _Block, data: memoryview, file: RankFile) -> None:
@@ -321,13 +356,18 @@ def _same_size(path: Path, source: int, file: RankFile) -> None:
         raise BadImage(str(path), f"is cut off: {there} of {file.bytes} bytes are there")
 
 
-def _reserve(slab: Path, size: int) -> None:
+def _reserve(slab: Path, size: int) -> int:
+    """A descriptor of the slab, which has room for all of it."""
     descriptor = disk.disk.open(slab, os.O_RDWR | os.O_CREAT)
     try:
-        with storage_errors(slab.parent, size):
-            disk.disk.allocate(descriptor, max(size, os.fstat(descriptor).st_size))
-    finally:
+        there = os.fstat(descriptor)
+        if there.st_size < size or there.st_blocks * 512 < there.st_size:
+            with storage_errors(slab.parent, size):
+                disk.disk.allocate(descriptor, max(size, there.st_size))
+    except BaseException:
         disk.disk.close(descriptor)
+        raise
+    return descriptor
 
 
 # ---- blocks -------------------------------------------------------------------------------
@@ -349,16 +389,6 @@ def _each(work: Callable[[_Block], T], blocks: Iterator[_Block] | Sequence[_Bloc
             raise
 
 
-def _populate(data: memoryview) -> None:
-    """Have the pages mapped before the disk waits for them; a kernel that cannot does it later."""
-    if data.nbytes % mmap.PAGESIZE == 0:
-        _libc.madvise(
-            ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(data))),
-            ctypes.c_size_t(data.nbytes),
-            _POPULATE_WRITE,
-        )
-
-
 def _whole(descriptor: int, block: _Block, move: Callable[[int], int]) -> None:
     """Call ``move`` with how much is done until all is; the system may do less than asked."""
     done = 0
@@ -375,14 +405,6 @@ def _whole(descriptor: int, block: _Block, move: Callable[[int], int]) -> None:
         if moved <= 0:
             raise OSError(errno.EIO, f"{block.size - done} bytes of a block are missing")
         done += moved
-
-
-@contextmanager
-def _mapped(slab: Path, size: int, *, writable: bool) -> Iterator[memoryview]:
-    with slab.open("r+b" if writable else "rb") as file:
-        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
-        # Not closed by hand: a view of a failed block may be alive in its traceback.
-        yield memoryview(mmap.mmap(file.fileno(), size, access=access))
 
 
 @contextmanager

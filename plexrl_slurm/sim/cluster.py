@@ -9,6 +9,8 @@ from plexrl_slurm.core.placements import PLACEMENTS as PLACEMENTS
 
 GB = 10**9
 NODE_GPUS = 8
+#: More in one partition are a mistake.
+MOST_GPUS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +24,9 @@ class Cluster:
     node_bytes: int = 1500 * GB
     #: Between one GPU and host memory, one way, pinned.
     gpu_bytes_per_s: int = 50 * GB
+    #: Disks of a node for images that host memory has no room for, and how fast those come back.
+    nvme_bytes: int = 0
+    nvme_bytes_per_s: int = 6 * GB
     #: Between one node and the shared file system, one way.
     shared_bytes_per_s: int = 5 * GB
 
@@ -56,10 +61,12 @@ class Plan:
     regroup_us: int = HOUR_US // 2
     #: Mean time between two losses of a node; 0: none is lost.
     node_loss_hours: float = 0.0
-    #: Time limit of a hold, at which another takes over; 0: none.
-    hold_hours: float = 0.0
-    #: From the loss of a node to its WPG with a new one, and from a hold to its WPGs' ranks.
+    #: From the loss of a node to its WPG with a new one.
     restart_us: int = 300_000_000
+    #: Time limit of a hold, which ends then and begins again on the same nodes; 0: none has one.
+    hold_limit_us: int = 0
+    #: From the end of a hold to its engines' start in the next one.
+    renew_us: int = 300_000_000
     seed: int = 1
 
 
@@ -75,12 +82,16 @@ def find(name: str) -> tuple[Placement, bool]:
 def split(gpus: int, ratio: str) -> Cluster:
     """``gpus`` GPUs divided ``T:R``, in whole nodes. Raises ``BadInput``."""
     parts = ratio.split(":")
-    if len(parts) != 2 or not all(part.isdigit() and int(part) > 0 for part in parts):
+    if len(parts) != 2 or not all(
+        part.isdecimal() and len(part) < 10 and int(part) > 0 for part in parts
+    ):
         raise BadInput(f"--split {ratio}: give two positive numbers, such as 2:1")
     train, rollout = map(int, parts)
     node = NODE_GPUS
     nodes = gpus // node
-    if gpus < 2 * node or gpus % node:
-        raise BadInput(f"--gpus {gpus}: give a multiple of {node}, at least {2 * node}")
+    if gpus < 2 * node or gpus % node or gpus > MOST_GPUS:
+        raise BadInput(
+            f"--gpus {gpus}: give a multiple of {node}, at least {2 * node} and at most {MOST_GPUS}"
+        )
     train_nodes = min(nodes - 1, max(1, round(nodes * train / (train + rollout))))
     return Cluster(train_gpus=train_nodes * node, rollout_gpus=(nodes - train_nodes) * node)

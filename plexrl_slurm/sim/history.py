@@ -33,7 +33,10 @@ _SECOND: float = 1e6
 class PastJob:
     """What the queue knows of a job."""
 
+    #: In the books.
     id: str
+    #: As its user knows it; unique.
+    name: str
     user: str
     account: str
     qos: str
@@ -81,7 +84,7 @@ def from_ledger(
     jobs: Sequence[PastJob],
     asked_us: Mapping[str, int] | None = None,
 ) -> tuple[list[TraceJob], dict[str, str]]:
-    """A trace job for each job that took at least one step, and why others have none.
+    """A trace job for each job that took at least one step, and why others have none, by name.
 
     ``stretches``: rows of ``cli.ledger.stretches``, in any order. ``asked_us``: when each call
     came, without which the wait of a training function counts as time that its job spent outside.
@@ -108,11 +111,11 @@ def from_ledger(
         mine = seen.get(job.id, _Seen())
         steps = _steps(mine.calls())
         if not steps:
-            left_out[job.id] = "it took no optimizer step"
+            left_out[job.name] = "it took no optimizer step"
         elif not mine.samples:
-            left_out[job.id] = "it sampled nothing here"
+            left_out[job.name] = "it sampled nothing here"
         elif not job.parameters:
-            left_out[job.id] = f"the catalogue has no model {job.model}"
+            left_out[job.name] = f"the catalogue has no model {job.model}"
         else:
             found.append(_trace(job, mine, steps, first_us))
     return found, left_out
@@ -161,7 +164,7 @@ def _trace(
     together = _overlap(mine.samples, [(step[0][0], step[-1][1]) for step in steps])
     return TraceJob(
         v=1,
-        id=job.id,
+        id=job.name,
         submit_us=job.submit_us - first_us,
         user=job.user,
         account=job.account or "none",

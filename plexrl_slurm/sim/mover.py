@@ -81,15 +81,14 @@ class Mover:
         """Whether it is being emptied or relieved: then it is not given back by others."""
         return group in self._busy
 
-    def claim(self, group: int) -> bool:
-        """Let nobody be moved from there, unless that is under way."""
-        free = group not in self._busy
+    def reserve(self, group: int) -> None:
+        """Nobody leaves it, and it is not given back, until it is free."""
         self._busy.add(group)
-        return free
 
     def free(self, group: int) -> None:
-        """What :meth:`claim` kept away may begin."""
+        """As before; its promises are looked at again."""
         self._busy.discard(group)
+        self._world.doubtful.add(group)
 
     def drained(self, wpg: WpgId) -> None:
         """Nothing is under way there: the images are copied."""

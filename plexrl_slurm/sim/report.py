@@ -66,6 +66,8 @@ class Figures:
     makespan_us: int
     mean_completion_us: int
     mean_queued_us: int
+    #: Holds that ended at their time limit and began again.
+    renewals: int
     decisions: int
     events: int
     wall_seconds: float
@@ -127,6 +129,7 @@ def figures(world: World, placement: str, wall_seconds: float) -> Figures:
         makespan_us=last_us - first_us,
         mean_completion_us=sum(job.end_us - job.submit_us for job in jobs) // count,
         mean_queued_us=sum(job.start_us - job.submit_us for job in jobs) // count,
+        renewals=world.lifetimes.renewed,
         decisions=world.decisions,
         events=world.events,
         wall_seconds=round(wall_seconds, 3),

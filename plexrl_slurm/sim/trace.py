@@ -5,9 +5,11 @@
 in the first 150 steps and stay so.
 """
 
+import codecs
+import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -22,6 +24,10 @@ Bytes = Annotated[float, Meta(gt=0, le=1e6)]
 Steps = Annotated[int, Meta(ge=1, le=10**6)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Spread = Annotated[float, Meta(ge=0, le=10)]
+Instant = Annotated[int, Meta(ge=0, le=10**17)]
+
+#: Longest that a job may take, on average: 31 years.
+LONGEST_S: Final = 1e9
 
 DRIFT_STEPS = 150
 
@@ -67,6 +73,11 @@ class Lasting(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     median: Seconds
     sigma: Spread = 0.0
 
+    @property
+    def mean(self) -> float:
+        """Its mean, in seconds."""
+        return self.median * math.exp(self.sigma**2 / 2)
+
 
 class MicroSteps(Lasting, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One of ``count`` alike."""
@@ -85,7 +96,7 @@ class Tail(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 class Tool(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Pauses of a rollout, in which every sequence waits for a tool."""
 
-    stalls: Annotated[int, Meta(ge=0)]
+    stalls: Annotated[int, Meta(ge=0, le=10**6)]
     stall_s: Seconds
 
 
@@ -117,7 +128,7 @@ class Drift(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 class Slo(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What was promised."""
 
-    max_slowdown: Annotated[float, Meta(ge=1)]
+    max_slowdown: Annotated[float, Meta(ge=1, le=1e6)]
 
 
 class TraceJob(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -125,7 +136,7 @@ class TraceJob(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     v: Literal[1]
     id: Annotated[str, Meta(min_length=1)]
-    submit_us: Annotated[int, Meta(ge=0)]
+    submit_us: Instant
     user: str
     account: str
     qos: str
@@ -151,6 +162,18 @@ class TraceJob(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return self.steps if self.fail_step is None else min(self.steps, self.fail_step)
 
     @property
+    def seconds(self) -> float:
+        """That it takes alone, on average, if nothing overlaps."""
+        phases, micro = self.phases, self.phases.fwdbwd_s
+        train_s = phases.logprob_s.mean + micro.count * micro.mean + phases.optim_s.mean
+        gaps_s = (micro.count + 2) * phases.client_gap_s
+        away_s = phases.rollout_s.mean * max(1.0, 1 + self.drift.per_150_steps)
+        away_s += phases.tool.stalls * phases.tool.stall_s + phases.reward_s.mean
+        moved_s = phases.publish_s.mean + phases.pull_s.mean
+        steps_s = self.length * (train_s + gaps_s + away_s + moved_s)
+        return steps_s + phases.client_start_s + phases.client_end_s
+
+    @property
     def overlaps(self) -> bool:
         """Whether it samples for the next step while it trains."""
         return self.mode == "async1"
@@ -161,7 +184,7 @@ def read_trace(path: Path) -> list[TraceJob]:
     jobs: list[TraceJob] = []
     seen: dict[str, int] = {}
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = _text(path).split(b"\n")
     except OSError as error:
         raise BadScript(str(path), None, f"cannot be read ({error.strerror})") from error
     for number, line in _filled(lines):
@@ -169,6 +192,8 @@ def read_trace(path: Path) -> list[TraceJob]:
             job = msgspec.json.decode(line, type=TraceJob)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise BadScript(str(path), number, _sentence(error)) from error
+        if why := _contradiction(job):
+            raise BadScript(str(path), number, why)
         if job.id in seen:
             was = f"job {job.id} is on line {seen[job.id]} already: ids are unique"
             raise BadScript(str(path), number, was)
@@ -192,6 +217,32 @@ def compressed(jobs: list[TraceJob], factor: float) -> list[TraceJob]:
     return [msgspec.structs.replace(job, submit_us=int(job.submit_us / factor)) for job in jobs]
 
 
+def _text(path: Path) -> bytes:
+    """Its bytes, without the mark that some editors put before them."""
+    found = path.read_bytes()
+    if found.startswith(b"\x1f\x8b"):
+        raise BadScript(str(path), None, "is packed by gzip: give it unpacked")
+    if found.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise BadScript(str(path), None, "is UTF-16: a trace is UTF-8")
+    return found.removeprefix(codecs.BOM_UTF8)
+
+
+def _contradiction(job: TraceJob) -> str | None:
+    """What in a line cannot be, though each of its values could."""
+    for key, text in (("id", job.id), ("user", job.user), ("model.name", job.model.name)):
+        if not text.isprintable():
+            return f"{key}: {text!r} has a control character: give printable ones"
+    train = job.train
+    if train.min_gpus > train.gpus:
+        return f"train.min_gpus: {train.min_gpus} is more than train.gpus, {train.gpus}"
+    if job.seconds > LONGEST_S:
+        return (
+            f"steps: {job.length} of these phases take {job.seconds:.2g} s, and a job may take "
+            f"{LONGEST_S:.2g} s: give fewer steps or shorter phases"
+        )
+    return None
+
+
 def _filled(lines: list[bytes]) -> Iterator[tuple[int, bytes]]:
     return ((number, line) for number, line in enumerate(lines, 1) if line.strip())
 
@@ -209,6 +260,8 @@ def _allowed(key: str, text: str) -> str:
     for name in filter(None, key.split(".")):
         fields = kind.fields if isinstance(kind, msgspec.inspect.StructType) else ()
         kind = next((each.type for each in fields if each.encode_name == name), kind)
+    if text.startswith("JSON is malformed") or "truncated" in text:
+        return ": a line is one JSON object, and NaN and Infinity are no numbers in it"
     if "Invalid enum" in text and isinstance(kind, msgspec.inspect.LiteralType):
         return f": give {' or '.join(map(str, kind.values))}"
     if "unknown field" in text and isinstance(kind, msgspec.inspect.StructType):

@@ -39,7 +39,6 @@ from plexrl_slurm.core.messages import (
     Tick,
     WakeAt,
     Wpg,
-    WpgDown,
     WpgHeld,
     WpgReleased,
     WpgUp,
@@ -48,16 +47,16 @@ from plexrl_slurm.core.policy import find_policy
 from plexrl_slurm.core.scheduler import SchedulerCore
 from plexrl_slurm.sim.cluster import Cluster, Plan
 from plexrl_slurm.sim.controller import Controller
+from plexrl_slurm.sim.host import HostRooms
 from plexrl_slurm.sim.job import SimJob
+from plexrl_slurm.sim.lifetimes import Lifetimes
 from plexrl_slurm.sim.mover import Mover
 from plexrl_slurm.sim.profiles import Profiles
 from plexrl_slurm.sim.promises import Promises
 from plexrl_slurm.sim.records import Record, Stretch
-from plexrl_slurm.sim.renewals import Renewals
 from plexrl_slurm.sim.trace import TraceJob
 
 CAUSE: Final = CauseId("sim")
-_HOUR_US: Final = 3_600_000_000
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -69,15 +68,12 @@ class Device:
     group: int = -1
     #: Loss of a node ends everything of an earlier life.
     life: int = 0
+    up: bool = True
     held_us: int = 0
-    #: Of that, time for which two holds had it.
-    twice_us: int = 0
 
 
 class World:
     """One run of one trace."""
-
-    keeps_empty = False  # whether a training WPG on which nobody lives stays held
 
     def __init__(
         self, trace: list[TraceJob], cluster: Cluster, plan: Plan, *, chart: bool = False
@@ -94,14 +90,15 @@ class World:
             rollout_free=cluster.rollout_gpus,
             node_gpus=cluster.node_gpus,
             node_bytes=cluster.node_bytes,
+            nvme_bytes=cluster.nvme_bytes,
         )
         fit = plan.rules.placement is Placement.FIT
         self.backlog = Backlog(
             backfill=plan.backfill, guard_us=plan.guard_us, depth=plan.depth, joins_first=fit
         )
-        jobs = {JobId(number): SimJob.of(number, job) for number, job in enumerate(trace, 1)}
         self.records = {
-            n: Record(job=job, submit_us=job.trace.submit_us) for n, job in jobs.items()
+            JobId(number): Record(job=SimJob.of(number, job), submit_us=job.submit_us)
+            for number, job in enumerate(trace, 1)
         }
         self.now_us = 0
         #: Events handled, and plans made.
@@ -127,8 +124,10 @@ class World:
         self.images: dict[DeploymentId, tuple[int, int]] = {}
         #: Groups whose promises are to be looked at again.
         self.doubtful: set[int] = set()
-        self.mover, self.renewals = Mover(self), Renewals(self)
-        self._rng = np.random.default_rng(plan.seed)
+        self.mover = Mover(self)
+        self.lifetimes = Lifetimes(self)
+        self._host = HostRooms(self.pools, cluster)
+        self.rng = np.random.default_rng(plan.seed)
         self._pass = False
         for number, record in self.records.items():
             self.at(record.submit_us, self._submitted, number)
@@ -188,7 +187,7 @@ class World:
                 case Forget(deployment=name, progress=(seq, _)):
                     self._forget(JobId(int(name.partition("-")[2])), seq)
                 case Drained(wpg=wpg):
-                    if not self.renewals.drained(wpg):
+                    if not self.lifetimes.drained(wpg):
                         self.mover.drained(wpg)
                 case WakeAt(at_us=at_us):
                     self.at(max(at_us, self.now_us), self._tick)
@@ -220,7 +219,11 @@ class World:
         if isinstance(order, Switch) and order.outgoing is not None:
             names.append(order.outgoing)
         moved = sum(self._image_bytes(name) for name in names)
-        return moved, self.cluster.move_us(moved, gpus)
+        disk_us = 0
+        if self.cluster.nvme_bytes and isinstance(order, Switch):
+            sizes = {name: self._image_bytes(name) for name in names}
+            disk_us = self._host.switch_us(order, gpus, sizes)
+        return moved, self.cluster.move_us(moved, gpus) + disk_us
 
     def _image_bytes(self, name: DeploymentId) -> int:
         pool, _, number = name.partition("-")
@@ -442,23 +445,18 @@ class World:
         """Hold a WPG, which is up at once."""
         wpg = Wpg(id=name, pool=pool, gpus=gpus)
         group = int(name.partition("-")[2]) if pool is Pool.TRAIN else -1
-        self._devices[name] = Device(wpg=wpg, group=group, held_us=self.now_us)
+        device = self._devices[name] = Device(wpg=wpg, group=group, held_us=self.now_us)
         self.send(WpgHeld(wpg=wpg, at_us=self.now_us, cause=CAUSE))
         self.send(WpgUp(wpg=name, at_us=self.now_us, cause=CAUSE))
         self._count_held(pool, gpus)
-        self._arm_loss(name)
-        self.renewals.held(name)
-
-    def device(self, name: WpgId) -> Device | None:
-        """Of a WPG that is held."""
-        return self._devices.get(name)
+        self.lifetimes.begin(name, device)
 
     def release(self, name: WpgId) -> int:
         """Give a WPG back; the GPU-microseconds that it was held for."""
         self.send(WpgReleased(wpg=name, at_us=self.now_us, cause=CAUSE))
         device = self._devices.pop(name)
         self._count_held(device.wpg.pool, -device.wpg.gpus)
-        return (self.now_us - device.held_us + device.twice_us) * device.wpg.gpus
+        return (self.now_us - device.held_us) * device.wpg.gpus
 
     def _count_held(self, pool: Pool, gpus: int) -> None:
         at_us, train, rollout = self.held[-1]
@@ -472,27 +470,9 @@ class World:
         else:
             self.held.append(now)
 
-    def _arm_loss(self, name: WpgId) -> None:
-        if not self.plan.node_loss_hours:
-            return
-        device = self._devices[name]
-        nodes = max(1, device.wpg.gpus // self.cluster.node_gpus)
-        hours = self._rng.exponential(self.plan.node_loss_hours / nodes)
-        self.at(self.now_us + int(hours * _HOUR_US), self._lost, name, device)
-
-    def _lost(self, name: WpgId, device: Device) -> None:
-        if self._devices.get(name) is not device:
-            return
-        device.life += 1
-        self.send(
-            WpgDown(wpg=name, reason="a node was lost", blame=False, at_us=self.now_us, cause=CAUSE)
-        )
-        self.at(self.now_us + self.plan.restart_us, self._back, name, device)
-
-    def _back(self, name: WpgId, device: Device) -> None:
-        if self._devices.get(name) is device:
-            self.send(WpgUp(wpg=name, at_us=self.now_us, cause=CAUSE))
-            self._arm_loss(name)
+    def has(self, name: WpgId, device: Device) -> bool:
+        """Whether that is what is held under this name."""
+        return self._devices.get(name) is device
 
 
 def train_wpg(group: int) -> WpgId:

@@ -27,10 +27,13 @@ PROOF_BYTES: Final = 32
 CHUNK: Final = 4 << 20
 #: What is summed and sent at once: it stays in the processor's cache in between.
 PIECE: Final = 256 << 10
+#: What is received and summed at once.
+TAKEN: Final = 1 << 20
 #: A peer that does nothing for so long is gone.
 PATIENCE_S: Final = 10.0
 #: After a chunk: its number, its checksum.
 TRAILER: Final = struct.Struct("<II")
+_TIMEVAL: Final = struct.Struct("@ll")
 _LENGTH: Final = struct.Struct("<I")
 _LONGEST_FRAME: Final = 1 << 20
 
@@ -83,6 +86,15 @@ def ranges_of(chunks: list[int]) -> list[tuple[int, int]]:
     return found
 
 
+def be_patient(link: socket.socket) -> None:
+    """Have the kernel watch over ``PATIENCE_S``: a timeout of Python's polls before every read, and
+    makes of one read many."""
+    link.setblocking(True)
+    patience = _TIMEVAL.pack(*divmod(int(PATIENCE_S * 1e6), 1_000_000))
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, patience)
+
+
 def send_frame(link: socket.socket, value: msgspec.Struct) -> None:
     """Blocks."""
     data = msgspec.msgpack.encode(value)
@@ -116,8 +128,11 @@ def fill(link: socket.socket, space: memoryview, *, or_end: bool = False) -> boo
     """Fill ``space``; false if the peer has hung up before the first byte and that is allowed."""
     at = 0
     while at < len(space):
-        with space[at:] as rest:
-            got = link.recv_into(rest)
+        try:
+            with space[at:] as rest:
+                got = link.recv_into(rest, 0, socket.MSG_WAITALL)
+        except BlockingIOError as error:
+            raise TimeoutError(f"the peer said nothing for {PATIENCE_S:g} seconds") from error
         if not got:
             if or_end and not at:
                 return False

@@ -10,8 +10,9 @@ from typing import Final
 
 from crc32c import crc32c
 
-from plexrl_slurm.core.errors import BadImage, Denied
-from plexrl_slurm.memory.partial import PartialFile
+from plexrl_slurm.core.errors import BadImage, Denied, StorageFull
+from plexrl_slurm.memory.kept_maps import KeptMaps
+from plexrl_slurm.memory.partial import PartialFile, forget_partial
 from plexrl_slurm.transport import bulk
 
 #: Times in a row that nothing good comes before a source is given up.
@@ -44,8 +45,10 @@ class BulkFetch:
         *,
         size: int | None,
         spare: Path,
+        maps: KeptMaps | None = None,
     ) -> None:
-        """``size`` as it has to be, if that is known; ``spare``: see ``PartialFile``."""
+        """``size`` as it has to be, if that is known; ``spare``, ``maps``: see ``PartialFile``."""
+        self._maps = maps
         self._address, self._key, self._name = address, key, name
         self._target, self._size, self._spare = target, size, spare
         self._links: list[socket.socket] = []
@@ -109,6 +112,7 @@ class BulkFetch:
             link.close()
             raise ConnectionAbortedError("cancelled")
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        bulk.be_patient(link)
         return link
 
     def _ask(self, link: socket.socket) -> bulk.Offer:
@@ -143,6 +147,7 @@ class BulkFetch:
             size=offer.size,
             chunk=offer.chunk,
             spare=self._spare,
+            maps=self._maps,
         )
         try:
             missing = part.missing()
@@ -161,6 +166,9 @@ class BulkFetch:
             if not bad:
                 part.complete()
             return bad
+        except StorageFull:  # others need the room more than what has come
+            forget_partial(self._target)
+            raise
         finally:
             part.close()
 
@@ -171,27 +179,38 @@ class BulkFetch:
             with self._connect() as link:
                 if self._ask(link) == offer:
                     self._receive_chunks(link, part, chunks)
-        except OSError:
+        except (OSError, StorageFull):
             return
 
     def _receive_chunks(self, link: socket.socket, part: PartialFile, chunks: list[int]) -> None:
         if chunks:
             bulk.send_frame(link, bulk.Want(ranges=bulk.ranges_of(chunks)))
+        room = memoryview(bytearray(bulk.TAKEN))
         for index in chunks:
-            self._receive_chunk(link, part, index)
+            self._receive_chunk(link, part, index, room)
 
-    def _receive_chunk(self, link: socket.socket, part: PartialFile, index: int) -> None:
+    def _receive_chunk(
+        self, link: socket.socket, part: PartialFile, index: int, room: memoryview
+    ) -> None:
         crc = 0
-        with part.space(index) as space:
-            for at in range(0, len(space), bulk.PIECE):
-                with space[at : at + bulk.PIECE] as piece:
+        start, end = part.bounds(index)
+        space = part.space(index)
+        try:
+            for at in range(start, end, len(room)):
+                size = min(len(room), end - at)
+                whole, first = (room, 0) if space is None else (space, at - start)
+                with whole[first : first + size] as piece:
                     bulk.fill(link, piece)
                     crc = crc32c(piece, crc)
-            size = len(space)
+                    if space is None:
+                        part.write(at, piece)
+        finally:
+            if space is not None:
+                space.release()
         number, said = bulk.TRAILER.unpack(bulk.receive(link, bulk.TRAILER.size))
         if number != index:
             raise ConnectionError(f"chunk {number} came instead of chunk {index}")
         if said == crc:
             part.done(index, crc)
             with self._counting:
-                self._received += size
+                self._received += end - start

@@ -105,6 +105,7 @@ class Hand:
         resident: Deployment | None = None,
         running: tuple[tuple[CallId, int], ...] = (),
         progress: tuple[int, int] | None = None,
+        beside: Deployment | None = None,
     ) -> list[AnyInstruction]:
         name = None if resident is None else resident.id
         event = WpgUp(
@@ -112,6 +113,7 @@ class Hand:
             resident=name,
             running=running,
             progress=progress,
+            beside=None if beside is None else beside.id,
             at_us=self.now,
             cause=CAUSE,
         )
@@ -273,8 +275,9 @@ def _words(orders: list[AnyInstruction]) -> Iterator[str]:
         match order:
             case Run(call=call, part=part, replay=replay):
                 yield f"{'replay' if replay else 'run'} {call}" + (f" part {part}" if part else "")
-            case Switch(outgoing=outgoing, incoming=incoming):
-                yield f"switch {outgoing or 'nothing'} -> {incoming}"
+            case Switch(outgoing=outgoing, incoming=incoming, beside=beside):
+                then = f" beside {beside}" if beside else ""
+                yield f"switch {outgoing or 'nothing'} -> {incoming}{then}"
             case SaveImage(deployment=deployment, progress=progress):
                 yield f"save {deployment} at {progress}"
             case Finish(call=call, ok=ok, reason=reason):

@@ -64,6 +64,8 @@ class Device:
     born: int = 0
     #: Resident deployment (training) or content (sampling), its state and progress.
     resident: DeploymentId | None = None
+    #: Whose tail runs on in the second slot.
+    beside: DeploymentId | None = None
     state: str = ""
     progress: tuple[int, int] = (0, 0)
     runs: dict[CallId, Run] = field(default_factory=dict)
@@ -231,7 +233,8 @@ class World:
         if call.kind is FunctionKind.SAMPLE:
             assert all(kind is FunctionKind.SAMPLE for kind in others)
             assert device.resident is not None
-            assert self.deployments[device.resident].content == deployment.content
+            assert self.content(device.resident) == deployment.content
+            assert self.contents(device) <= {deployment.content, self.content(device.beside)}
         else:
             assert not others, "a training function runs alone"
             if call.kind is FunctionKind.CREATE:
@@ -285,7 +288,11 @@ class World:
 
     def start_move(self, order: Switch | SaveImage) -> None:
         device = self.devices[order.wpg]
-        assert device.up and device.move is None and not device.runs, "the WPG is not free"
+        assert device.up and device.move is None, "the WPG is not free"
+        if device.runs:
+            assert isinstance(order, Switch) and device.wpg.second_slot, "the WPG is not free"
+            tail = {self.content(order.beside or order.incoming)}
+            assert self.contents(device) == tail, "no slot is free"
         device.move = order
         if isinstance(order, SaveImage):
             assert device.resident == order.deployment
@@ -298,12 +305,21 @@ class World:
         else:
             self.after(duration, self.end_move, order, born)
 
+    def content(self, name: DeploymentId | None) -> str | None:
+        return None if name is None else self.deployments[name].content
+
+    def contents(self, device: Device) -> set[str | None]:
+        """Of what it samples."""
+        return {self.content(run.deployment) for run in device.runs.values()}
+
     def end_move(self, order: Switch | SaveImage, born: int) -> None:
         device = self.devices[order.wpg]
         if device.born != born:
             return
         device.move = None
         ok = self.rng.random() >= self.failures
+        if isinstance(order, Switch):
+            device.beside = order.beside
         if isinstance(order, SaveImage):
             if ok:
                 self.images[order.deployment] = (order.progress, device.state)
@@ -316,11 +332,8 @@ class World:
             if self.deployments[order.incoming].pool is Pool.TRAIN:
                 device.progress, device.state = self.images[order.incoming]
         if self.daemon:
-            self.send(
-                SwitchEnded(
-                    wpg=order.wpg, ok=ok, moved_bytes=1_000_000, at_us=self.now, cause=CAUSE
-                )
-            )
+            moved, now = 1_000_000, self.now
+            self.send(SwitchEnded(wpg=order.wpg, ok=ok, moved_bytes=moved, at_us=now, cause=CAUSE))
 
     # -- a daemon that dies and comes back --------------------------------------------------
 
@@ -371,6 +384,7 @@ class World:
                     WpgUp(
                         wpg=device.wpg.id,
                         resident=device.resident,
+                        beside=device.beside,
                         progress=device.progress if tells else None,
                         running=tuple((order.call, order.part) for order in orders),
                         at_us=self.now,

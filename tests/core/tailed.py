@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from plexrl_slurm.core.costs import SwitchCosts
 from plexrl_slurm.core.ids import CallId
-from plexrl_slurm.core.messages import AnyInstruction, FunctionKind, Pause, Paused, Run
+from plexrl_slurm.core.messages import AnyInstruction, FunctionKind, Pause, Paused, Run, Switch
 from plexrl_slurm.core.policy import find_policy
 from plexrl_slurm.core.scheduler import SchedulerCore
 from plexrl_slurm.core.tails import TailRules
@@ -16,6 +16,10 @@ from tests.core.workloads import call, sampled
 EAGER = TailRules(running=100, share=100, least_us=0, pauses=2)
 
 
+#: And what may run on beside another does.
+TOGETHER = replace(EAGER, co_resident=True, slowdown=0)
+
+
 class Tailed(World):
     """Ranks that stop a sample between two tokens, if asked in time and if it can be split."""
 
@@ -23,13 +27,15 @@ class Tailed(World):
         self.pauses: dict[CallId, int] = defaultdict(int)
         super().__init__(*args, **names)  # type: ignore[arg-type]
 
+    rules = EAGER
+
     def make_core(self) -> SchedulerCore:
         return SchedulerCore(
             find_policy(self.policy),
             costs=SwitchCosts(),
             hold_us=self.hold_us,
             image_every=self.image_every,
-            tails=EAGER,
+            tails=self.rules,
         )
 
     def perform(self, order: AnyInstruction) -> None:
@@ -40,6 +46,10 @@ class Tailed(World):
         for name in order.calls:
             delay_us = self.rng.randint(0, self.unit_us)
             self.after(delay_us, self.pause, device.runs[name], device.born)
+
+    def together(self) -> int:
+        """Switches beside a tail."""
+        return sum(isinstance(order, Switch) and order.beside is not None for order in self.log)
 
     def pause(self, run: Run, born: int) -> None:
         device, splits = self.devices[run.wpg], self.rng.random() < 0.9
@@ -56,15 +66,20 @@ class Tailed(World):
             self.send(event)
 
 
-def rollouts(world: World, *, jobs: int, each: int, calls: int) -> None:
+def rollouts(world: World, *, jobs: int, each: int, calls: int, name: str = "snapshot") -> None:
     """Every job has one rollout after another, of so many calls that come at once; for the later
     ones it pays to pause the earlier ones'."""
     for job in range(1, jobs + 1):
         for number in range(each):
-            name = f"snapshot-{job}-{number}"
-            snapshot = replace(sampled(job, name), priority=job**4)
+            snapshot = replace(sampled(job, f"{name}-{job}-{number}"), priority=job**4)
             at_us = number * world.rng.randint(1, 60) * world.unit_us
             world.after(at_us, world.place, snapshot)
             for seq in range(calls):
                 asked = call(snapshot, FunctionKind.SAMPLE, seq, tokens=seq % 7)
                 world.after(at_us + 1, world.submit, asked)
+
+
+class Together(Tailed):
+    """The same with WPGs that have a second engine slot."""
+
+    rules = TOGETHER

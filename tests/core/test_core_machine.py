@@ -25,9 +25,9 @@ each with 10^5 examples (``PLEXRL_EXAMPLES``), CI with few.
 """
 
 from collections import defaultdict
+from typing import ClassVar
 
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from plexrl_slurm.core.costs import SwitchCosts
 from plexrl_slurm.core.ids import CallId, CauseId, DeploymentId
@@ -61,32 +61,41 @@ from plexrl_slurm.core.messages import (
 )
 from plexrl_slurm.core.policy import POLICIES, find_policy
 from plexrl_slurm.core.scheduler import SchedulerCore
+from plexrl_slurm.core.tails import TailRules
+from tests.core.dice import BURST, DICE, THROWS, Actions, Dice
 from tests.core.effort import effort, tried
 from tests.core.workloads import ROLLOUT, TRAIN, call, sampled, trained
 
 CAUSE = CauseId("machine")
 SECOND, HOLD_US = 1_000_000, 2_000_000
 WPGS: dict[str, Wpg] = {TRAIN.id: TRAIN, ROLLOUT.id: ROLLOUT}
-KINDS = st.sampled_from(
-    [
-        FunctionKind.FORWARD,
-        FunctionKind.FORWARD_BACKWARD,
-        FunctionKind.FORWARD_BACKWARD,
-        FunctionKind.OPTIM_STEP,
-        FunctionKind.PUBLISH,
-        FunctionKind.SAVE_STATE,
-    ]
+KINDS = (
+    FunctionKind.FORWARD,
+    FunctionKind.FORWARD_BACKWARD,
+    FunctionKind.FORWARD_BACKWARD,
+    FunctionKind.OPTIM_STEP,
+    FunctionKind.PUBLISH,
+    FunctionKind.SAVE_STATE,
 )
-LATER = st.sampled_from([0, 0, 1, 1_000, 60_000, SECOND, 3 * SECOND, 30 * SECOND, 100 * SECOND])
-NAMES = st.integers(1, 4)
+LATER = (0, 0, 1, 1_000, 60_000, SECOND, 3 * SECOND, 30 * SECOND, 100 * SECOND)
+POOLS, NAMES = tuple(Pool), tuple(sorted(WPGS))
+#: Three ends of four are good.
+ENDS = (True, True, True, False)
+ACTIONS = Actions()
 
 
 class Core(RuleBasedStateMachine):
     """The core, and what the shell and the WPGs know."""
 
-    @initialize(policy=st.sampled_from(sorted(POLICIES)), every=st.integers(1, 3))
-    def begin(self, policy: str, every: int) -> None:
-        self.policy, self.every = policy, every
+    actions: ClassVar[Actions] = ACTIONS
+    wpgs: ClassVar[dict[str, Wpg]] = WPGS
+    #: Of tails; ``None``: they run to their end.
+    tails: TailRules | None = None
+
+    @initialize(dice=DICE, swarm=DICE)
+    def begin(self, dice: Dice, swarm: Dice) -> None:
+        self.policy, self.every = dice.of(sorted(POLICIES)), 1 + dice.to(2)
+        self.enabled = self.actions.some(swarm)
         self.core = self.made()
         self.now = self.began_us = SECOND
         self.told: list[AnyEvent | int] = []
@@ -101,18 +110,32 @@ class Core(RuleBasedStateMachine):
         self.moves: dict[str, Switch | SaveImage] = {}
         self.up: dict[str, bool] = {}
         self.draining: set[str] = set()
-        self.charged_us: dict[str, int] = dict.fromkeys(WPGS, SECOND)
-        self.held: dict[str, int] = dict.fromkeys(WPGS, 0)
+        self.charged_us: dict[str, int] = dict.fromkeys(self.wpgs, SECOND)
+        self.held: dict[str, int] = dict.fromkeys(self.wpgs, 0)
         #: Writes that took effect on the newest state of each deployment, in order.
         self.effects: dict[DeploymentId, list[tuple[int, int]]] = defaultdict(list)
-        for wpg in WPGS.values():
+        for wpg in self.wpgs.values():
             self.tell(WpgHeld(wpg=wpg, at_us=self.now, cause=CAUSE))
             self.up[wpg.id] = True
             self.tell(WpgUp(wpg=wpg.id, at_us=self.now, cause=CAUSE))
 
+    @rule(throws=THROWS)
+    def steps(self, throws: bytes) -> None:
+        for _ in self.actions.take(self, self.enabled, throws):
+            self.check()
+
+    def check(self) -> None:
+        """After every step."""
+        self.nobody_waits_for_an_idle_wpg()
+        self.books_are_exact()
+
     def made(self) -> SchedulerCore:
         return SchedulerCore(
-            find_policy(self.policy), costs=SwitchCosts(), hold_us=HOLD_US, image_every=self.every
+            find_policy(self.policy),
+            costs=SwitchCosts(),
+            hold_us=HOLD_US,
+            image_every=self.every,
+            tails=self.tails,
         )
 
     def tell(self, event: AnyEvent) -> None:
@@ -122,7 +145,10 @@ class Core(RuleBasedStateMachine):
         if len(self.told) % 3:  # the others are planned together with what comes next
             self.plan(0)
 
-    @rule(later_us=LATER)
+    @ACTIONS.action()
+    def later(self, dice: Dice) -> None:
+        self.plan(dice.of(LATER))
+
     def plan(self, later_us: int) -> None:
         self.now += later_us
         self.told.append(self.now)
@@ -156,7 +182,9 @@ class Core(RuleBasedStateMachine):
             assert not here, "a training function runs alone"
             before = [c for c in self.calls.values() if c.deployment == order.deployment]
             assert all(c.id in self.answers for c in before if c.seq < asked.seq), "out of order"
-            assert order.replay == (order.call in self.answers)
+            # Of several parts the first may have to run again before the last has run.
+            had = order.call in self.answers or order.part in self.ended[order.call]
+            assert order.replay == had
         else:
             assert order.call not in self.answers, "a sample that was answered runs again"
             assert all(self.calls[c].kind is FunctionKind.SAMPLE for c in here)
@@ -165,7 +193,7 @@ class Core(RuleBasedStateMachine):
 
     def start_move(self, order: Switch | SaveImage) -> None:
         assert self.up[order.wpg] and order.wpg not in self.moves
-        assert not self.running_on(order.wpg), "nothing runs while state moves"
+        self.check_free(order)
         names = (
             [order.deployment]
             if isinstance(order, SaveImage)
@@ -175,6 +203,9 @@ class Core(RuleBasedStateMachine):
             if name in self.homes:
                 assert self.homes[name].wpg == order.wpg, "state moves at its home only"
         self.moves[order.wpg] = order
+
+    def check_free(self, order: Switch | SaveImage) -> None:
+        assert not self.running_on(order.wpg), "nothing runs while state moves"
 
     def finish(self, order: Finish) -> None:
         assert order.call not in self.answers, "answered twice"
@@ -195,24 +226,20 @@ class Core(RuleBasedStateMachine):
 
     # -- what it is told --------------------------------------------------------------------
 
-    @rule(job=NAMES, pool=st.sampled_from(Pool), shared=st.booleans())
-    def place(self, job: int, pool: Pool, shared: bool) -> None:
-        trains = pool is Pool.TRAIN
+    @ACTIONS.action(often=2)
+    def place(self, dice: Dice) -> None:
+        job, trains, shared = 1 + dice.to(3), dice.of(POOLS) is Pool.TRAIN, dice.coin()
         new = trained(job) if trains else sampled(job, f"s{job}", "base" if shared else "")
         if new.id in self.homes or self.asked[new.id]:
             return  # the daemon names none again
         self.homes[new.id] = new
         self.tell(DeploymentPlaced(deployment=new, at_us=self.now, cause=CAUSE))
 
-    @precondition(lambda self: self.homes)
-    @rule(data=st.data(), kind=KINDS, parts=st.sampled_from([1, 1, 2]), doomed=st.booleans(),
-          later_us=LATER, count=st.integers(1, 3), swapped=st.booleans())  # fmt: skip
-    def ask(
-        self, data: st.DataObject, kind: FunctionKind, parts: int, doomed: bool, later_us: int,
-        count: int, swapped: bool,
-    ) -> None:  # fmt: skip
-        self.now += later_us
-        home = self.homes[data.draw(st.sampled_from(sorted(self.homes)))]
+    @ACTIONS.action(needs="homes", often=3)
+    def ask(self, dice: Dice) -> None:
+        self.now += dice.of(LATER)
+        home, count = self.homes[dice.of(sorted(self.homes))], 1 + dice.to(2)
+        kind, parts, doomed = dice.of(KINDS), dice.of((1, 1, 2)), dice.coin()
         new = []
         for _ in range(count):
             seq = self.asked[home.id]
@@ -222,25 +249,23 @@ class Core(RuleBasedStateMachine):
             what = kind if seq or home.pool is Pool.ROLLOUT else FunctionKind.CREATE
             new.append(call(home, what, seq, parts=parts, doomed=doomed and seq > 2, tokens=seq))
         self.calls |= {each.id: each for each in new}
-        for each in new[::-1] if swapped else new:
+        for each in new[::-1] if dice.coin() else new:
             self.tell(CallArrived(call=each, at_us=self.now, cause=CAUSE))
 
-    @precondition(lambda self: self.calls)
-    @rule(data=st.data())
-    def repeat_or_cancel(self, data: st.DataObject) -> None:
-        asked = self.calls[data.draw(st.sampled_from(sorted(self.calls)))]
+    @ACTIONS.action(needs="calls")
+    def repeat_or_cancel(self, dice: Dice) -> None:
+        asked = self.calls[dice.of(sorted(self.calls))]
         if asked.id in self.answers:
             return
-        if data.draw(st.booleans()):
+        if dice.coin():
             self.tell(CallArrived(call=asked, at_us=self.now, cause=CAUSE))
         else:
             self.tell(CallCancelled(call=asked.id, at_us=self.now, cause=CAUSE))
 
-    @precondition(lambda self: self.runs)
-    @rule(data=st.data(), ok=st.sampled_from([True, True, True, False]), later_us=LATER)
-    def end_run(self, data: st.DataObject, ok: bool, later_us: int) -> None:
-        self.now += later_us
-        run = self.runs.pop(data.draw(st.sampled_from(sorted(self.runs))))
+    @ACTIONS.action(needs="runs", often=4)
+    def end_run(self, dice: Dice) -> None:
+        self.now += dice.of(LATER)
+        run, ok = self.runs.pop(dice.of(sorted(self.runs))), dice.of(ENDS)
         asked = self.calls[run.call]
         if ok or run.replay:
             self.ended[run.call].add(run.part)
@@ -252,19 +277,19 @@ class Core(RuleBasedStateMachine):
         self.tell(RunEnded(wpg=run.wpg, call=run.call, part=run.part, ok=ok or run.replay,
                            at_us=self.now, cause=CAUSE))  # fmt: skip
 
-    @precondition(lambda self: self.moves)
-    @rule(data=st.data(), ok=st.sampled_from([True, True, True, False]), later_us=LATER)
-    def end_move(self, data: st.DataObject, ok: bool, later_us: int) -> None:
-        self.now += later_us
-        wpg = data.draw(st.sampled_from(sorted(self.moves)))
+    @ACTIONS.action(needs="moves", often=3)
+    def end_move(self, dice: Dice) -> None:
+        self.now += dice.of(LATER)
+        wpg, ok = dice.of(sorted(self.moves)), dice.of(ENDS)
         del self.moves[wpg]
-        self.tell(SwitchEnded(wpg=WPGS[wpg].id, ok=ok, moved_bytes=1000, at_us=self.now,
+        self.tell(SwitchEnded(wpg=self.wpgs[wpg].id, ok=ok, moved_bytes=1000, at_us=self.now,
                               cause=CAUSE))  # fmt: skip
 
-    @rule(wpg=st.sampled_from(sorted(WPGS)), blame=st.booleans(), later_us=LATER)
-    def crash_or_come_back(self, wpg: str, blame: bool, later_us: int) -> None:
-        self.now += later_us
-        name = WPGS[wpg].id
+    @ACTIONS.action()
+    def crash_or_come_back(self, dice: Dice) -> None:
+        self.now += dice.of(LATER)
+        wpg, blame = dice.of(NAMES), dice.coin()
+        name = self.wpgs[wpg].id
         if self.up[wpg]:
             for call_id in self.running_on(wpg):
                 del self.runs[call_id]
@@ -275,9 +300,10 @@ class Core(RuleBasedStateMachine):
             self.up[wpg] = True
             self.tell(WpgUp(wpg=name, at_us=self.now, cause=CAUSE))
 
-    @rule(wpg=st.sampled_from(sorted(WPGS)))
-    def drain_or_resume(self, wpg: str) -> None:
-        name = WPGS[wpg].id
+    @ACTIONS.action()
+    def drain_or_resume(self, dice: Dice) -> None:
+        wpg = dice.of(NAMES)
+        name = self.wpgs[wpg].id
         if wpg in self.draining:
             self.draining.discard(wpg)
             self.tell(WpgResumed(wpg=name, at_us=self.now, cause=CAUSE))
@@ -285,26 +311,24 @@ class Core(RuleBasedStateMachine):
             self.draining.add(wpg)
             self.tell(WpgDraining(wpg=name, at_us=self.now, cause=CAUSE))
 
-    @precondition(lambda self: self.homes)
-    @rule(data=st.data())
-    def drop(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(self.homes)))
+    @ACTIONS.action(needs="homes")
+    def drop(self, dice: Dice) -> None:
+        name = dice.of(sorted(self.homes))
         del self.homes[name]
         self.tell(DeploymentDropped(deployment=name, at_us=self.now, cause=CAUSE))
         for asked in self.calls.values():
             if asked.deployment == name and asked.id not in self.runs:
                 assert asked.id in self.answers, "dropped, and not answered"
 
-    @rule(flush=st.booleans(), later_us=LATER)
-    def tick(self, flush: bool, later_us: int) -> None:
-        self.now += later_us
-        self.tell(Tick(flush=flush, at_us=self.now, cause=CAUSE))
+    @ACTIONS.action()
+    def tick(self, dice: Dice) -> None:
+        self.now += dice.of(LATER)
+        self.tell(Tick(flush=dice.coin(), at_us=self.now, cause=CAUSE))
 
     # -- what is always so ------------------------------------------------------------------
 
-    @invariant()
     def nobody_waits_for_an_idle_wpg(self) -> None:
-        if not hasattr(self, "core") or self.core._books.stale:
+        if self.core._books.stale:
             return
         for lane in self.core._books.lanes.values():
             busy = lane.running or lane.move is not None
@@ -313,12 +337,9 @@ class Core(RuleBasedStateMachine):
                 assert lane.kept_until_us is not None, f"{lane.id} does nothing"
                 assert lane.now_us < lane.kept_until_us <= lane.now_us + HOLD_US
 
-    @invariant()
     def books_are_exact(self) -> None:
         """In whole microseconds, and what a stretch is split into sums to it."""
-        if not hasattr(self, "core"):
-            return
-        for name, wpg in WPGS.items():
+        for name, wpg in self.wpgs.items():
             assert self.held[name] == (self.charged_us[name] - self.began_us) * wpg.gpus
 
     def teardown(self) -> None:
@@ -334,4 +355,4 @@ class Core(RuleBasedStateMachine):
 
 
 TestCore = Core.TestCase
-TestCore.settings = effort(60, steps=40)
+TestCore.settings = effort(60, steps=40 // BURST)

@@ -44,7 +44,7 @@ def test_people_are_told_what_it_waits_for(train: Hand) -> None:
     assert reason.kind is ReasonKind.NO_ROOM and FULL in reason.sentence
     assert reason.until_us == train.now + RETRY_US and train.wakes[-1] == reason.until_us
     for later_s, told in ((0, f"in {RETRY_S:.1f} s"), (RETRY_S - 1, "in 1.0 s"), (99, "at once")):
-        said = train.core.explain(B.id, Asker(train.now + later_s * 1_000_000)).sentence
+        said = train.core.explain(B.id, Asker(train.now + int(later_s * 1_000_000))).sentence
         assert said.endswith(f"; it tries again {told}")
     train.later(RETRY_S).tick()
     train.switched()

@@ -47,6 +47,15 @@ def test_a_drain_without_a_durable_tier_ends_with_the_host_image() -> None:
     assert short(train.switched()) == ["forget a below (1, 0)", "drained train-0"]
 
 
+def test_a_save_that_fails_in_a_drain_after_its_job_has_ended_is_not_tried_again() -> None:
+    train = durable()
+    train.work(*calls_of("a", CREATE, FB))
+    assert short(train.drain()) == ["save a at (2, 0)"]
+    train.drop(A)
+    assert short(train.switched(ok=False)) == ["drained train-0"]
+    assert train.later(99).tick() == []
+
+
 def test_a_drain_of_an_idle_wpg_ends_at_once() -> None:
     assert short(durable().drain()) == ["drained train-0"]
     clean = stepped(durable())

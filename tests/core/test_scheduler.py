@@ -2,7 +2,6 @@
 
 import pytest
 
-from plexrl_slurm.core.explain import Asker
 from plexrl_slurm.core.ids import CallId, JobId
 from plexrl_slurm.core.messages import Activity, Call, FunctionKind
 from tests.core.hand import SECOND, Hand, short
@@ -222,12 +221,49 @@ def test_an_answered_call_that_cannot_run_again_breaks_the_deployment(train: Han
     train.work(create)
     train.arrive(micro)
     train.down()
-    for _ in range(2):
+    for _ in range(8):  # it has run well before, so it is not given up as quickly
         assert short(train.up()) == ["replay a/0"]
         assert train.down() == []
     train.up()
-    reason = "its state cannot be rebuilt: its ranks died 3 times while seq 0 ran again"
+    reason = "its state cannot be rebuilt: its ranks died 9 times while seq 0 ran again"
     assert short(train.down()) == [f"fail a/1: {reason}"]
+
+
+def test_a_replay_that_gets_on_is_never_given_up(train: Hand) -> None:
+    """Ranks are killed again and again, and every call runs well in between."""
+    create, first, second = calls_of("a", CREATE, FB, FB)
+    train.work(create, first)
+    train.arrive(second)
+    train.down()
+    for _ in range(5):
+        assert short(train.up()) == ["replay a/0"]
+        for _ in range(3):
+            train.down()
+            assert short(train.up()) == ["replay a/0"]
+        assert short(train.end(create)) == ["replay a/1"]
+        for _ in range(3):
+            train.down()
+            train.up()
+            assert short(train.end(create)) == ["replay a/1"]
+        assert short(train.end(first)) == ["run a/2"]
+        train.down(blame=False)
+    train.up()
+    train.end(create)
+    assert short(train.end(first)) == ["run a/2"]
+    assert short(train.end(second)) == ["finish a/2"]
+
+
+def test_a_call_that_runs_for_the_first_time_is_given_up_after_a_replay_too(train: Hand) -> None:
+    create, deadly = calls_of("a", CREATE, FB)
+    train.work(create)
+    train.arrive(deadly)
+    for _ in range(2):
+        train.down()
+        train.up()
+        train.down()  # of what runs again
+        train.up()
+        assert short(train.end(create)) == ["run a/1"]
+    assert short(train.down()) == ["fail a/1: its ranks died 3 times while it ran"]
 
 
 def test_one_deadly_sample_does_not_fail_the_others(rollout: Hand) -> None:
@@ -404,66 +440,6 @@ def test_a_replay_that_a_daemon_left_half_done_goes_on(train: Hand, told: str) -
     assert short(train.up(A, progress=(1, 0) if gang else None)) == ["replay a/1"]
     assert short(train.end(micro)) == ["replay a/2"]
     assert short(train.end(optim)) == ["run a/3"]
-
-
-# -- explain ------------------------------------------------------------------------------
-
-
-def test_explain_names_the_seq_that_has_not_arrived(train: Hand) -> None:
-    late = calls_of("a", CREATE, FB, FB)[2]
-    train.arrive(*calls_of("a", CREATE), late)
-    train.end(*calls_of("a", CREATE))
-    assert train.core.explain(late.id).sentence == "seq 2 waits for seq 1, which has not arrived"
-
-
-def test_explain_names_who_runs_and_who_is_ahead(train: Hand) -> None:
-    train.work(*calls_of("a", CREATE))
-    train.arrive(*calls_of("a", FB, first=1))
-    train.arrive(*calls_of("b", CREATE))
-    said = train.core.explain(CallId("b/0")).sentence
-    assert said == "train-0 is running forward_backward of job 1; it is next on train-0"
-    train.arrive(*calls_of("a", FB, first=2))
-    assert train.core.explain(CallId("a/2")).sentence.startswith("seq 2 waits for seq 1")
-
-
-def test_explain_calls_jobs_what_their_users_call_them(train: Hand) -> None:
-    train.work(*calls_of("a", CREATE))
-    train.arrive(*calls_of("a", FB, first=1))
-    train.arrive(*calls_of("b", CREATE))
-    asker = Asker(train.now, {1: "77_3", 2: "80"}.__getitem__)
-    said = train.core.explain(CallId("b/0"), asker).sentence
-    assert said == "train-0 is running forward_backward of job 77_3; it is next on train-0"
-
-
-def test_how_long_a_wpg_is_kept_is_told_from_when_it_is_asked(train: Hand) -> None:
-    train.work(*calls_of("a", CREATE))
-    train.work(*calls_of("a", FB, first=1))
-    train.arrive(*calls_of("b", CREATE))
-
-    def said(after_s: float) -> str:
-        asker = Asker(train.now + int(after_s * 1_000_000))
-        return train.core.explain(B.id, asker).sentence
-
-    assert said(0) == "train-0 is kept for job 1 for at most 2.0 s"
-    assert said(1.5) == "train-0 is kept for job 1 for at most 0.5 s"
-    assert said(9) == "train-0 is kept for job 1 for at most 0.0 s"
-
-
-def test_explain_says_that_a_wpg_is_down_and_why(train: Hand) -> None:
-    train.arrive(*calls_of("a", CREATE))
-    train.down("rank 1 was killed")
-    said = train.core.explain(A.id).sentence
-    assert said == "train-0 is down: restarting (rank 1 was killed)"
-    assert "is not here" in train.core.explain(CallId("nobody")).sentence
-
-
-def test_a_view_shows_what_a_wpg_does(train: Hand) -> None:
-    train.arrive(*calls_of("a", CREATE, FB))
-    train.arrive(*calls_of("b", CREATE))
-    (view,) = train.core.views()
-    assert (view.activity, view.jobs, view.call) == (Activity.BUSY, (1,), "a/0")
-    assert (view.resident, view.running, view.queue_length) == ("a", 1, 2)
-    assert view.waiting_jobs == (1, 2)
 
 
 # -- charges ------------------------------------------------------------------------------

@@ -132,6 +132,41 @@ def test_memory_that_is_not_free_leaves_the_turn_and_is_tried_again() -> None:
     assert short(out) == ["save model-1 at (4, 0)"], "its turn is tried again"
 
 
+def test_a_wpg_that_dies_whenever_it_is_woken_waits_longer_each_time_and_says_so() -> None:
+    hand = Pair()
+    (grant,) = hand.arrive(sample(0))
+    for times, seconds in enumerate((5, 10, 20, 40, 80, 160, 320, 320), 1):
+        assert isinstance(grant, Grant) and grant.wpg == ROLLOUT.id
+        assert hand.at(ROLLOUT).down("rank 0 ended with exit code 1") == []
+        assert hand.later(0.1).up() == []
+        assert hand.granted(grant, ok=False, error="of no interest now") == []
+        often = f", {times} times in a row" if times > 1 else ""
+        assert (
+            f"its ranks died while they were woken{often}: rank 0 ended with exit code 1"
+            in hand.sentences("rollout-0")
+        )
+        assert hand.later(seconds - 0.3).tick() == []
+        (grant,) = hand.later(0.3).tick()
+    assert short(hand.later(0.1).granted(grant)) == ["switch nothing -> snapshot"]
+    # It was awake: what was is forgotten.
+    assert hand.at(ROLLOUT).down() == []
+    (grant,) = hand.up()
+    assert hand.down() == []
+    assert hand.up() == []
+    assert "times in a row" not in hand.sentences("rollout-0")
+    assert len(hand.later(5.1).tick()) == 1
+
+
+def test_the_other_wpg_works_while_one_dies_whenever_it_is_woken() -> None:
+    hand = Pair()
+    hand.arrive(sample(0))
+    hand.at(ROLLOUT).down()
+    hand.up()
+    (grant,) = hand.at(TRAIN).later(1).arrive(call(A, CREATE, 0))
+    assert isinstance(grant, Grant) and grant.wpg == TRAIN.id
+    assert short(hand.granted(grant)) == ["run model-1/0"]
+
+
 def test_a_grant_that_was_lost_with_a_gang_is_given_anew_and_its_end_ignored() -> None:
     hand = Pair()
     (first,) = hand.arrive(sample(0))

@@ -110,6 +110,17 @@ def test_what_is_wanted_last_leaves_first_and_what_is_unknown_before_it() -> Non
     assert [each.id for each in coldest_first(images)] == ["never", "late", "soon"]
 
 
+def test_what_need_not_be_written_leaves_before_what_is_wanted_a_little_later() -> None:
+    """One that is written first and then read back costs twice as much, for the same room."""
+    copied = image("copied", 10, Tier.NVME, next_use_us=1010)
+    for later, first in ((1019, "copied"), (1021, "alone")):
+        images = [copied, image("alone", next_use_us=later)]
+        found = choose(images, tier=Tier.HOST, needed_bytes=1, below_bytes=99, now_us=1000)
+        assert names(found) == [first]
+        order = coldest_first(images, now_us=1000)
+        assert order[0].id == first
+
+
 def test_what_a_later_image_has_replaced_leaves_before_all_others() -> None:
     images = [image("cold"), image("replaced", newest=False, next_use_us=1)]
     found = choose(images, tier=Tier.HOST, needed_bytes=1)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.ids import CauseId, DeploymentId
@@ -207,6 +208,42 @@ def done(progress: tuple[int, int] = (4, 0)) -> tm.Done:
         deployment=MODEL,
         progress=progress,
     )
+
+
+def test_a_wpg_whose_ranks_die_whenever_they_are_woken_costs_its_node(play: Play) -> None:
+    async def scene(world: World) -> None:
+        daemon = await world.daemon()
+        hold = await daemon.hold("n1")
+        await daemon.all_up(hold, "n1")
+        agent = address(hold, "n1")
+        reason = "its ranks died while they were woken: rank 0 ended with exit code 1"
+        granted = structs.replace(done(), what="grant", ok=False, error=reason)
+
+        def die(times: int) -> None:
+            for number in range(times):
+                for state in ("down", "up"):
+                    daemon.hub._heard(
+                        agent,
+                        tm.WpgChanged(
+                            number=9, name=TRAIN, state=state, incarnation=number + 2, pids=[1],
+                            reason="rank 0 ended" if state == "down" else "", at_us=now_us(),
+                        ),
+                    )  # fmt: skip
+                    if state == "down":
+                        daemon.hub._heard(agent, granted)
+
+        die(3)
+        view = daemon.hub.wpgs[TRAIN]
+        assert (view.state, view.reason) == ("up", reason), "an admin sees it while it is up too"
+        assert daemon.hub.hopeless() == []
+        daemon.hub._heard(agent, structs.replace(granted, ok=True, error=""))
+        die(3)
+        assert daemon.hub.hopeless() == []
+        die(1)
+        ((place, said),) = daemon.hub.hopeless()
+        assert (place.node, said) == ("n1", f"WPG {TRAIN} does not start: {reason}")
+
+    play(scene)
 
 
 def test_a_copy_that_dies_with_its_agent_has_failed(play: Play) -> None:

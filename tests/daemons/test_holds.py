@@ -69,6 +69,9 @@ def test_a_database_that_is_away_ends_neither_the_keeper_nor_a_submission(
             assert submitted(world) == 0
             assert "locked" in daemon.keeper.trouble
         await daemon.parts.watch.look()
+        async with asyncio.timeout(30):
+            while not submitted(world):
+                await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)
         assert submitted(world) == 1
         keeping.cancel()

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
-from plexrl_slurm.core.admission import Asked, Placement
+from plexrl_slurm.core.admission import Placement
 from plexrl_slurm.core.errors import BadInput, UnknownModel
+from plexrl_slurm.core.ground import Ground, News, Wish
 from plexrl_slurm.core.ids import DeploymentId, JobId, SlurmId, WpgId
 from plexrl_slurm.core.messages import Pool
 from plexrl_slurm.core.obstacles import ObstacleKind
 from plexrl_slurm.core.profiles import Guess
+from plexrl_slurm.core.reservation import Reservation
 from plexrl_slurm.daemons.layout import Place, Room, lay_out, wpg_slots
 from plexrl_slurm.daemons.placement import Placer
 from plexrl_slurm.daemons.state import LiveDeployment, LiveJob, State
@@ -41,8 +43,8 @@ class Bench:
         ]
         for held in lay_out(wpg_slots(self.settings), rooms, taken=()):
             self.placer.wpgs[held.id] = held
-        self.noted: list[tuple[Asked, Any]] = []
-        self.placer.journal = lambda asked, found: self.noted.append((asked, found))
+        self.noted: list[tuple[News, Wish, Any]] = []
+        self.placer.journal = lambda *noted: self.noted.append(noted)
 
     def job(self, number: int, promise: float | None = None) -> LiveJob:
         return LiveJob(
@@ -154,8 +156,10 @@ def test_what_was_decided_is_noted_with_what_it_was_decided_on(tmp_path: Path) -
     bench.placer.would_place(waits, ["tiny"])
     bench.placer.admit(bench.job(3), [])  # has nothing to decide
     assert len(bench.noted) == 2
-    for asked, answer in bench.noted:
-        assert asked.answer() == answer
+    ground = Ground(Reservation())
+    for news, wish, answer in bench.noted:
+        ground.hear(news)
+        assert ground.answer(wish) == answer
 
 
 def deployment(job: LiveJob, wpg: str) -> LiveDeployment:

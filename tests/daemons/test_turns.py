@@ -27,7 +27,7 @@ from plexrl_slurm.queue_settings import QueueSettings
 from tests.daemons.controllers_bench import Bench, bench_in
 from tests.db.builders import add_hold, charge
 
-USERS = {name: Principal(uid=1000 + number, user=name) for number, name in enumerate("abc")}
+USERS = {name: Principal(uid=1000 + number, user=name) for number, name in enumerate("abcd")}
 Scene: TypeAlias = Callable[["Queue"], Awaitable[None]]
 FULL = Obstacle(kind=ObstacleKind.HOST_MEMORY, sentence="no room on train-0")
 KEPT = Obstacle(kind=ObstacleKind.RESERVATION, sentence="kept free for others")
@@ -40,7 +40,9 @@ class Rooms:
         self.state, self.free, self.asked = state, free, list[JobId]()
         self.reserved = 0
 
-    def admit(self, job: LiveJob, models: list[str]) -> tuple[Obstacle, ...]:
+    def admit(
+        self, job: LiveJob, models: list[str], *, steady: bool = False
+    ) -> tuple[Obstacle, ...]:
         """Nothing but the job changes, as with the real one."""
         self.asked.append(job.id)
         taken = {True: 0, False: 0}
@@ -321,7 +323,7 @@ def test_the_story_is_told_once_however_often_numbers_change(play: Callable[...,
         job = await q.submit()
         sentences = iter(["1 GiB is missing", "2 GiB are missing", "3 GiB are missing"])
 
-        def admit(*_: Any) -> Mapping[Any, Any] | tuple[Obstacle, ...]:
+        def admit(*_: Any, **__: Any) -> Mapping[Any, Any] | tuple[Obstacle, ...]:
             return (Obstacle(kind=ObstacleKind.HOST_MEMORY, sentence=next(sentences)),)
 
         q.rooms.admit = admit  # type: ignore[assignment,method-assign]
@@ -346,7 +348,7 @@ def test_a_job_that_ends_while_it_is_claimed_gives_its_place_back(
         job = await q.submit()
         place = q.rooms.admit
 
-        def admit(live: LiveJob, models: list[str]) -> tuple[Obstacle, ...]:
+        def admit(live: LiveJob, models: list[str], **_: Any) -> tuple[Obstacle, ...]:
             found = place(live, models)
             ends.append(
                 asyncio.ensure_future(
@@ -424,7 +426,7 @@ def test_whoever_joins_others_comes_before_whoever_takes_an_empty_wpg(
     async def scene(q: Queue) -> None:
         homes = {1: "train-0", 2: "train-1", 3: "train-0"}
 
-        def admit(live: LiveJob, _: list[str]) -> tuple[Obstacle, ...]:
+        def admit(live: LiveJob, _: list[str], **__: Any) -> tuple[Obstacle, ...]:
             live.homes[Pool.TRAIN] = WpgId(homes[live.id])
             return ()
 
@@ -449,8 +451,8 @@ def test_what_was_used_counts_once_however_many_ask_at_the_same_time(
         known = q.bench.service.standings
         await asyncio.gather(*(known.refresh(q.bench.store, now_us()) for _ in range(5)))
         await known.refresh(q.bench.store, now_us())
-        assert sum(known._usage.at(now_us()).values()) == pytest.approx(500e6, rel=1e-3)
-        assert set(known._used_today().values()) == {500 * 10**6}
+        assert sum(known.dues.usage(now_us()).values()) == pytest.approx(500e6, rel=1e-3)
+        assert set(known.dues.today(now_us()).values()) == {500 * 10**6}
 
     play(scene)
 

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -14,7 +15,7 @@ from msgspec import structs
 from plexrl_slurm import wire
 from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import DeviceBusy
-from plexrl_slurm.daemons.shared_gpus import Share, SharedGpus
+from plexrl_slurm.daemons.shared_gpus import Share, SharedGpus, WakeLost
 from plexrl_slurm.engines import ranklink
 from tests.engines.ranks import Ranks, wpg
 from tests.model_folders import make_model_folder
@@ -39,11 +40,14 @@ def run(
     *,
     residual: int = 10,
     needed: int = 60,
+    rollout: dict[str, Any] | None = None,
 ) -> None:
     async def main() -> None:
         configs = (
             structs.replace(wpg("train-0", "fake_train", gpus=2, **TRAIN), group="train-0"),
-            structs.replace(wpg("rollout-0", "fake_sample", **ROLLOUT), group="train-0"),
+            structs.replace(
+                wpg("rollout-0", "fake_sample", **ROLLOUT, **(rollout or {})), group="train-0"
+            ),
         )
         numbers = count()
         model = replace(MODEL, path=str(make_model_folder(folder / "tiny")))
@@ -115,3 +119,37 @@ def test_a_gang_that_was_started_anew_sleeps(tmp_path: Path) -> None:
         assert (await create(ranks)).ok
 
     run(tmp_path, work)
+
+
+def test_a_gang_that_dies_when_it_is_woken_is_counted_until_it_is_awake(tmp_path: Path) -> None:
+    async def work(ranks: Ranks, gpus: SharedGpus) -> None:
+        gang = ranks.gangs["rollout-0"]
+        with pytest.raises(WakeLost, match=r"died while they were woken: .* exit code 9"):
+            await gpus.grant("rollout-0")
+        assert (gpus.awake, gang.lost_wakes) == ([], 1)
+        await gpus.grant("train-0")  # the other is not disturbed
+        await ranks.reaches("rollout-0", incarnation=2)
+        await gpus.grant("rollout-0")
+        assert (gpus.awake, gang.lost_wakes) == (["rollout-0"], 0)
+
+    crash = {"crash_on": [{"kind": "wake", "count": 1}], "crash_marker": str(tmp_path / "died")}
+    run(tmp_path, work, rollout=crash)
+
+
+def test_a_gang_that_dies_whenever_it_is_woken_starts_less_and_less_often(tmp_path: Path) -> None:
+    waits: list[int] = []
+
+    def wait(failures: int) -> float:
+        waits.append(failures)
+        return 0.01
+
+    async def work(ranks: Ranks, gpus: SharedGpus) -> None:
+        for incarnation in (2, 3, 4):
+            with pytest.raises(WakeLost):
+                await gpus.grant("rollout-0")
+            await ranks.reaches("rollout-0", incarnation=incarnation)
+        assert waits == [1, 2, 3]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("plexrl_slurm.daemons.gang.pause_after", wait)
+        run(tmp_path, work, rollout={"crash_on": [{"kind": "wake", "count": 1}]})

@@ -116,10 +116,12 @@ def test_the_account_that_has_used_less_goes_first_and_all_commands_tell_it(
     lines = plexrl(partition, "sprio").stdout.splitlines()
     assert lines[1].split()[:4] == [other.slurm_id, "test", other.row()["user"], "bio"]
 
-    held = {
-        each["slurm_id"]: each["reason_word"] for each in asked(partition, "squeue", "-t", "PD")
-    }
-    assert held == dict.fromkeys((again.slurm_id, other.slurm_id), "QOSGrpJobsLimit")
+    def held() -> bool:
+        jobs = asked(partition, "squeue", "-t", "PD")
+        words = {each["slurm_id"]: each["reason_word"] for each in jobs}
+        return words == dict.fromkeys((again.slurm_id, other.slurm_id), "QOSGrpJobsLimit")
+
+    wait_until(held, name="both to be looked at")
     assert "(QOSGrpJobsLimit)" in plexrl(partition, "squeue").stdout
     told = plexrl(partition, "explain", again.slurm_id).stdout
     assert "qos normal has 1 job running, and max_jobs is 1" in told

@@ -101,7 +101,7 @@ def test_every_command_calls_a_job_by_the_number_that_squeue_shows(partition: Pa
     told = {word for text in heard for word in re.findall(r"\bjobs? (\S+)", text)}
     spoken = {word.rstrip(";,.") for word in told if word[0].isdigit()}
     assert spoken == set(numbers.values()), sorted(heard)
-    texts = {words: said(partition, *words) for words in ALL}
+    texts: dict[tuple[str, ...], str] = {words: said(partition, *words) for words in ALL}
     texts |= {("show", "job", number): said(partition, "show", "job", number)
               for number in numbers.values()}  # fmt: skip
     answers = [json.loads(said(partition, *words, "--json")) for words in texts]

@@ -13,7 +13,8 @@ S = 1_000_000
 
 def past(name: str = "7", **changes: Any) -> PastJob:
     facts: dict[str, Any] = {
-        "id": name, "user": "u", "account": "", "qos": "normal", "priority": 1, "seed": 3,
+        "id": name, "name": f"10{name}", "user": "u", "account": "", "qos": "normal",
+        "priority": 1, "seed": 3,
         "submit_us": 100 * S, "start_us": 90 * S, "end_us": 140 * S,
         "model": "m", "parameters": 10**9, "bytes_per_param": 16.0, "walltime_s": 50.0, **changes,
     }  # fmt: skip
@@ -54,6 +55,7 @@ def test_a_synchronous_job_is_told_by_its_stretches() -> None:
         *step(120),
     ]
     (job,), left_out = from_ledger(reversed(rows), [past()])
+    assert job.id == "107"
     phases = job.phases
     assert left_out == {}
     assert (job.mode, job.steps, job.submit_us, job.account) == ("sync", 2, 0, "none")
@@ -104,7 +106,7 @@ def test_lengths_that_vary_keep_their_mean() -> None:
 def test_a_job_that_makes_no_trace_is_told_why(
     rows: list[dict[str, Any]], changes: dict[str, Any], why: str
 ) -> None:
-    assert from_ledger(rows, [past(**changes)]) == ([], {"7": why})
+    assert from_ledger(rows, [past(**changes)]) == ([], {"107": why})
 
 
 def test_the_first_weights_are_no_part_of_a_step() -> None:

@@ -63,7 +63,12 @@ def test_every_job_ends_and_trains_on_weights_one_step_old_at_most(
     trace: list[TraceJob], policy: str, seed: int, losses: float, holds: float
 ) -> None:
     plan = Plan(
-        policy=policy, seed=seed, node_loss_hours=losses, hold_hours=holds, restart_us=1_000_000
+        policy=policy,
+        seed=seed,
+        node_loss_hours=losses,
+        restart_us=1_000_000,
+        hold_limit_us=int(holds * 3_600_000_000),
+        renew_us=10_000_000,
     )
     world = Watched(sorted(trace, key=lambda each: (each.submit_us, each.id)), CLUSTER, plan)
     world.run()

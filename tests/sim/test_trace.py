@@ -1,6 +1,8 @@
 """Traces: what is read, and what is refused with its line."""
 
+import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,17 @@ def changed(**changes: Any) -> dict[str, Any]:
         (changed(phases__optim_s={"dist": "const"}), "optim_s: Object missing required field"),
         ({key: value for key, value in LINE.items() if key != "model"}, "missing required"),
         (changed(v=2), "v: Invalid enum value 2"),
+        (changed(train__min_gpus=16), "train.min_gpus: 16 is more than train.gpus, 8"),
+        (changed(id="a\x1b[31m"), "id: 'a\\x1b[31m' has a control character"),
+        (changed(model__name="a\nb"), "model.name: 'a\\nb' has a control character"),
+        (changed(submit_us=10**30), "submit_us: Expected `int` <= 100000000000000000"),
+        (changed(phases__tool={"stalls": 10**18, "stall_s": 1}), "stalls: Expected `int` <= 10"),
+        (changed(slo__max_slowdown=1e300), "slo.max_slowdown: Expected `float` <= 1000000"),
+        (changed(phases__rollout_s__median=1e9), "steps: 5 of these phases take 5.5e+09 s, and a"),
+        (changed(phases__rollout_s__sigma=10), "give fewer steps or shorter phases"),
+        (changed(walltime_s=float("nan")), "NaN and Infinity are no numbers"),
+        (changed(walltime_s=float("inf")), "a line is one JSON object"),
+        (json.dumps(LINE, indent=1), "Input data was truncated: a line is one JSON object"),
     ],
 )
 def test_a_malformed_line_is_refused_with_its_number_and_key(
@@ -72,6 +85,34 @@ def test_an_empty_trace_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "trace.jsonl").write_text(text)
     with pytest.raises(BadScript, match="has no job: a trace is one JSON object a line"):
         read_trace(tmp_path / "trace.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("before", "ending"), [(b"\xef\xbb\xbf", b"\n"), (b"", b"\r\n"), (b"", b"")]
+)
+def test_marks_and_line_ends_of_other_systems_do_not_matter(
+    tmp_path: Path, before: bytes, ending: bytes
+) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(before + json.dumps(LINE).encode() + ending)
+    assert read_trace(path) == [job()]
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        (gzip.compress(json.dumps(LINE).encode()), "is packed by gzip: give it unpacked"),
+        (json.dumps(LINE).encode("utf-16"), "is UTF-16: a trace is UTF-8"),
+        (bytes(range(256)), "JSON is malformed: invalid character"),
+        (json.dumps(LINE).replace("u1", "\xe4").encode("latin-1"), "Invalid UTF-8"),
+    ],
+)
+def test_a_file_that_is_no_text_is_refused_as_what_it_is(
+    tmp_path: Path, data: bytes, sentence: str
+) -> None:
+    (tmp_path / "t.jsonl").write_bytes(data)
+    with pytest.raises(BadScript, match=re.escape(sentence)):
+        read_trace(tmp_path / "t.jsonl")
 
 
 def test_lines_whose_clock_goes_backwards_are_read_in_the_order_of_their_instants(

@@ -141,6 +141,9 @@ def test_a_job_that_no_partition_can_hold_is_refused_with_what_is_needed() -> No
     [
         (1024, "2-1", "--split 2-1: give two positive numbers"),
         (1024, "0:1", "--split 0:1: give two positive numbers"),
+        (1024, "\u00b2:1", "give two positive numbers"),
+        (1024, "1:" + "9" * 5000, "give two positive numbers"),
+        (8 * 10**30, "2:1", "and at most 1000000"),
         (1001, "2:1", "--gpus 1001: give a multiple of 8"),
         (8, "2:1", "--gpus 8: give a multiple of 8, at least 16"),
     ],

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from plexrl_slurm.core.errors import BadImage, Denied, StorageFull
-from plexrl_slurm.memory.partial import list_of, part_of
+from plexrl_slurm.memory.kept_maps import KeptMaps
+from plexrl_slurm.memory.partial import list_of, nobody_has, part_of
 from plexrl_slurm.transport import bulk, bulk_client
 from plexrl_slurm.transport.bulk_client import BulkFetch, Fetched
 from plexrl_slurm.transport.bulk_server import BulkServer, _Chunks
@@ -286,15 +287,52 @@ def test_a_target_without_room_for_all_of_it_is_refused_before_anything_is_sent(
     source: Source, wire: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make(source, 20 * SMALL)
-
-    def full(*_: object) -> None:
-        raise OSError(28, os.strerror(28))
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    found = os.statvfs(tmp_path)
+    little = os.statvfs_result((*found[:3], *[0] * 2, *found[5:]))
+    monkeypatch.setattr(os, "statvfs", lambda _: little)
     with pytest.raises(StorageFull):
         fetch(tmp_path / "s", wire.address)
     assert list(tmp_path.iterdir()) == [source.folder]
     assert wire.passed < SMALL
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_target_that_fills_up_meanwhile_is_refused_and_leaves_nothing(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    make(source, 20 * SMALL)
+    monkeypatch.setattr(bulk_client, "_TWO_STREAMS", 4 * SMALL)
+    real, left = os.pwrite, random.Random(seed).randrange(10)
+
+    def full(descriptor: int, data: bytes | memoryview, at: int) -> int:
+        nonlocal left
+        if len(data) > 1024:
+            left -= 1
+            if left < 0:
+                raise OSError(28, os.strerror(28))
+        return real(descriptor, data, at)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(StorageFull):
+        fetch(tmp_path / "s", source.address)
+    assert list(tmp_path.iterdir()) == [source.folder]
+
+
+@pytest.mark.parametrize("more", [-SMALL, 0, SMALL])
+def test_the_mapping_of_memory_that_is_written_again_is_kept_while_its_size_is_the_same(
+    source: Source, tmp_path: Path, more: int
+) -> None:
+    """The third transfer is received through the mapping that the second made."""
+    target, spare, maps = tmp_path / "s", tmp_path / ".spare", KeptMaps()
+    for number, size in enumerate((5 * SMALL, 5 * SMALL, 5 * SMALL + more)):
+        data = make(source, size, seed=number)
+        BulkFetch(source.address, KEY, "s", target, size=size, spare=spare, maps=maps).run()
+        assert target.read_bytes() == data
+        assert maps.count == (number > 0 and size <= 5 * SMALL)
+        assert nobody_has(target, maps)
+        target.rename(spare)
+    maps.close()
+    assert nobody_has(spare)
 
 
 def test_memory_that_nobody_needs_is_taken_over(source: Source, tmp_path: Path) -> None:
@@ -339,6 +377,17 @@ def test_a_fetch_that_is_cancelled_ends_at_once(
     fetching.join(5)
     assert not fetching.is_alive()
     assert isinstance(failures[0], ConnectionAbortedError)
+
+
+def test_a_source_that_falls_silent_is_given_up_after_a_while(
+    source: Source, wire: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(source, 200 * SMALL)
+    wire.hold_at = 50 * SMALL
+    monkeypatch.setattr(bulk, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(bulk_client, "_TRIES", 1)
+    with pytest.raises(TimeoutError, match="said nothing"):
+        fetch(tmp_path / "s", wire.address)
 
 
 def test_nobody_there_is_an_error_after_a_few_tries(tmp_path: Path) -> None:
