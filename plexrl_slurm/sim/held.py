@@ -21,6 +21,8 @@ from plexrl_slurm.sim.world import World, train_wpg
 class HeldWorld(World):
     """Jobs begin when they are submitted, on the WPG of each pool with the fewest."""
 
+    keeps_empty = True
+
     def __init__(
         self,
         trace: list[TraceJob],
