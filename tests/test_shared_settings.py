@@ -127,7 +127,7 @@ def test_what_is_left_asleep_is_only_for_those_that_share(config: Path) -> None:
         "wpg[0].gpu_bytes",
         "wpg[1].residual_bytes",
     ]
-    assert "add shared = ..., or leave it out" in found[0]
+    assert "add shared or second_slot_bytes, or leave it out" in found[0]
 
 
 def test_a_component_has_their_gpus_once(config: Path) -> None:

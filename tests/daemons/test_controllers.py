@@ -396,7 +396,7 @@ def test_an_array_that_is_bound_again_has_one_row_a_task(play: Play) -> None:
 
 def test_a_job_that_can_never_be_placed_ends_though_slurm_is_away_at_first(play: Play) -> None:
     async def scene(bench: Bench) -> None:
-        def admit(*_: Any) -> Any:
+        def admit(*_: Any, **__: Any) -> Any:
             raise UnknownModel("tiny", ("other",))
 
         bench.slurm.put("7", "PENDING", reason="JobHeldUser")
