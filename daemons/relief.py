@@ -172,9 +172,10 @@ class Relief:
         for job, home in homes:
             text = f"{wpg} is drained for a moment: the job moves to {home}, {why}"
             self._parts.writer.add(_note, job, text, now, lazy=True)
-        who = ", ".join(f"job {job}" for job, _ in homes)
+        jobs = self._parts.state.jobs
+        who = ", ".join(f"job {jobs[job].slurm_id}" for job, _ in homes)
         cause = CauseId(f"{who} {'leaves' if len(homes) == 1 else 'leave'} {wpg}, {why}")
-        self._parts.shell.feed(WpgDraining(at_us=now, cause=cause, wpg=wpg))
+        self._parts.shell.feed(WpgDraining(at_us=now, cause=cause, wpg=wpg, relief=why))
 
     def _look_after(self, found: UnderWay) -> None:
         placer, now = self._parts.placer, now_us()

@@ -305,6 +305,8 @@ def _of_home(planner: Planner, lane: Lane, tenant: Tenant, asker: Asker) -> Iter
         yield Reason(kind=ReasonKind.NOT_HELD, sentence=sentence, wpg=wpg)
         return
     sentence = f"WPG {wpg} is being given back; the deployment moves"
+    if lane.relief:
+        sentence = f"WPG {wpg} is drained for a moment {lane.relief}; this goes on"
     if program is not None:
         durable = planner.books.durable_every is not None
         sentence += f" when its state is {'durable' if durable else 'saved'}"
@@ -321,6 +323,8 @@ def _of_home(planner: Planner, lane: Lane, tenant: Tenant, asker: Asker) -> Iter
 def _of_return(lane: Lane) -> Iterator[Reason]:
     if lane.draining:
         sentence = f"{lane.id} is being given back"
+        if lane.relief:
+            sentence = f"{lane.id} is drained for a moment {lane.relief}"
         yield Reason(kind=ReasonKind.DRAINING, sentence=sentence, wpg=lane.id)
 
 

@@ -33,7 +33,7 @@ def draining(lane: Lane, event: WpgDraining, out: list[AnyInstruction]) -> None:
     if lane.wpg is None:
         out.append(Drained(wpg=event.wpg, cause=event.cause))
     elif not lane.draining:
-        lane.draining, lane.drained = True, False
+        lane.draining, lane.drained, lane.relief = True, False, event.relief
         lane.owed = lane.kept_until_us = None
         look_at_copies(lane)
 
@@ -41,6 +41,7 @@ def draining(lane: Lane, event: WpgDraining, out: list[AnyInstruction]) -> None:
 def resumed(lane: Lane) -> None:
     """The drain is off."""
     lane.draining = lane.drained = False
+    lane.relief = ""
 
 
 def released(lane: Lane, event: WpgReleased, out: list[AnyInstruction]) -> None:

@@ -182,6 +182,8 @@ class Lane:
     copies: dict[str, Tenant] = field(default_factory=dict)
     #: It is to be given back: nothing new begins.
     draining: bool = False
+    #: Why some jobs leave it, while it is drained for that and not given back.
+    relief: str = ""
     #: ``Drained`` was said.
     drained: bool = False
     #: Why it is held no more; "" if it is, or never was.

@@ -99,6 +99,8 @@ class WpgDraining(Event):
     """
 
     wpg: WpgId
+    #: It is not given back: what for some jobs leave it. The others go on there.
+    relief: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

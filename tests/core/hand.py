@@ -127,8 +127,8 @@ class Hand:
         event = WpgReleased(wpg=self.wpg.id, reason=reason, at_us=self.now, cause=CAUSE)
         return self._then(self.core.handle(event))
 
-    def drain(self) -> list[AnyInstruction]:
-        event = WpgDraining(wpg=self.wpg.id, at_us=self.now, cause=CAUSE)
+    def drain(self, relief: str = "") -> list[AnyInstruction]:
+        event = WpgDraining(wpg=self.wpg.id, at_us=self.now, cause=CAUSE, relief=relief)
         return self._then(self.core.handle(event))
 
     def resume(self) -> list[AnyInstruction]:
