@@ -78,11 +78,11 @@ def test_a_view_shows_what_a_wpg_does(train: Hand) -> None:
 def test_a_drain_that_gives_nothing_back_says_what_it_is_for(train: Hand) -> None:
     train.work(*calls_of("a", CREATE))
     train.drain("so that promised slowdowns are kept")
-    for subject in ("a", "train-0"):
+    for subject in (A.id, TRAIN.id):
         said = [reason.sentence for reason in train.core.explain(subject).reasons]
         assert any("drained for a moment so that promised slowdowns are kept" in s for s in said)
         assert not any("given back" in s for s in said)
     train.resume()
     train.drain()
-    said = [reason.sentence for reason in train.core.explain("train-0").reasons]
+    said = [reason.sentence for reason in train.core.explain(TRAIN.id).reasons]
     assert "train-0 is being given back" in said
