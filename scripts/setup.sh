@@ -272,7 +272,8 @@ fi
 step venv "virtual environment .venv" make_venv
 step torch "torch $TORCH (CPU)" install_torch
 step deepspeed "DeepSpeed" install_deepspeed
-# pip keeps one core busy, so these are compiled meanwhile.
+# pip keeps one core busy, so these are compiled meanwhile. What they import must stay as it is: the
+# constraints name the setuptools that vLLM wants.
 has_op cpu_adam || rm -f "$STAMPS/ops"
 begin ops "DeepSpeed's compiled ops" build_ops
 if [[ " $* " == *" swapping "* ]]; then

@@ -1,31 +1,26 @@
 """Decides what an idle WPG does next: run, switch, save an image, or wait a moment."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from plexrl_slurm.core import beside, copies, shared
 from plexrl_slurm.core.books import Books
 from plexrl_slurm.core.expect import expected
 from plexrl_slurm.core.ids import CauseId, JobId
-from plexrl_slurm.core.lane import Fare, Lane, Move, Running, Tenant
+from plexrl_slurm.core.lane import Lane, Move, Running, Tenant
 from plexrl_slurm.core.messages import (
     AnyInstruction,
     Expect,
-    FunctionKind,
-    Pool,
     Run,
     SaveImage,
     Switch,
 )
 from plexrl_slurm.core.ordering import Entry
 from plexrl_slurm.core.pausing import as_waiter, find_tail, pause
-from plexrl_slurm.core.policy import Candidate, Choice, Policy
+from plexrl_slurm.core.policy import Choice, Policy
 from plexrl_slurm.core.residency import Residency
+from plexrl_slurm.core.scales import Scales
 from plexrl_slurm.core.tails import TailRules, pays_beside
-
-#: After them a job goes on in its other pool.
-_LAST: Final = frozenset({FunctionKind.PUBLISH, FunctionKind.SAMPLE})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +28,7 @@ class Planner:
     """The decisions; what they read and change is in the books."""
 
     books: Books
+    scales: Scales
     policy: Policy
     hysteresis: float
     image_every: int
@@ -80,141 +76,11 @@ class Planner:
 
     def choose(self, lane: Lane) -> tuple[Choice, Tenant] | None:
         """Who is next, without doing anything about it."""
-        candidates = self._candidates(lane)
+        candidates = self.scales.candidates(lane)
         if not candidates:
             return None
         choice = self.policy.choose(candidates, hysteresis=self.hysteresis)
         return choice, shared.find(lane, choice.winner.key)
-
-    def complaints(self) -> Iterator[str]:
-        """Where what is kept of a candidate is not what would be found. For tests."""
-        for lane in self.books.lanes.values():
-            kept, fare = self._waiting(lane), self._fare(lane)
-            for known, tenant in zip(kept, lane.waiting.values(), strict=True):
-                if known != self._candidate(lane, tenant, fare):
-                    yield f"{tenant.key} was weighed as {known}, which it is not any more"
-
-    # -- candidates -----------------------------------------------------------------------
-
-    def _candidates(self, lane: Lane) -> list[Candidate]:
-        found = self._waiting(lane)
-        if lane.group is not None:
-            found += self._rivals(lane)
-        if found and self.held_until_us(lane) is not None and lane.resident is not None:
-            found.append(self._candidate(lane, lane.resident, lane.fare))
-        return found
-
-    def _rivals(self, lane: Lane) -> list[Candidate]:
-        """Of those that wait for the GPUs of ``lane``, and sleep."""
-        return [c for other in shared.rivals(lane) for c in self._waiting(other)]
-
-    def _waiting(self, lane: Lane) -> list[Candidate]:
-        """Those that wait on ``lane``. Most are away, and were at the last decision: what was
-        found of them then is right until they run or something is learned of their job; only
-        instants go on, and what a switch costs."""
-        books, now_us, resident = self.books, lane.now_us, lane.resident
-        versions, rollouts, fare = books.estimates.versions, books.rollouts, self._fare(lane)
-        found = []
-        for tenant in lane.waiting.values():
-            known, ready_us = tenant.weighed, tenant.ready_us
-            if (
-                known is None
-                or ready_us is None
-                or tenant is resident
-                or tenant.version != versions.get(known.job)
-            ):
-                found.append(self._candidate(lane, tenant, fare))
-                continue
-            known.waited_us = now_us - ready_us
-            if tenant.fare is not fare:
-                tenant.fare, known.switch_us = fare, self._switch_us(lane, tenant, fare)
-            if known.job in rollouts:
-                known.slack_us = self._slack_us(known.job, now_us)
-            found.append(known)
-        return found
-
-    def held_until_us(self, lane: Lane) -> int | None:
-        """Until when the resident, which has no call, is worth waiting for."""
-        tenant = lane.resident
-        if (
-            tenant is None
-            or tenant.gone
-            or not self.policy.holds
-            or tenant.key in lane.waiting
-            or lane.working()
-            or all(member.job != tenant.last_job for member in tenant.members.values())
-        ):
-            return None
-        phase = lane.phase(tenant, tenant.last_job)
-        if phase.last_kind in _LAST and shared.waits_elsewhere(lane, tenant.last_job):
-            return None  # it would wait for itself
-        if phase.last_kind is FunctionKind.PUBLISH and self.books.samples_wait(tenant.last_job):
-            return None  # what it asks next follows its samples, and those wait for a WPG
-        until_us = phase.hold_until_us(self.books.estimates, self.books.hold_us)
-        if phase.waiting or until_us is None or until_us <= lane.now_us:
-            return None
-        return until_us
-
-    def _candidate(self, lane: Lane, tenant: Tenant, fare: Fare) -> Candidate:
-        books, now_us, head = self.books, lane.now_us, tenant.head()
-        estimates, resident = books.estimates, tenant is lane.resident
-        if head is None:
-            job, kind, waited_us = tenant.last_job, None, 0
-            weight = max(m.priority for m in tenant.members.values() if m.job == job)
-        else:
-            call = head.call
-            job, kind = call.job, call.kind
-            waited_us = now_us - (head.ready_us if tenant.ready_us is None else tenant.ready_us)
-            weight = tenant.members[call.deployment].priority
-        phase = lane.phase(tenant, job)
-        there = resident or tenant is lane.beside
-        kind = kind or phase.last_kind or FunctionKind.SAMPLE
-        found = Candidate(
-            key=tenant.key,
-            job=job,
-            weight=weight,
-            waited_us=waited_us,
-            switch_us=0 if there else self._switch_us(lane, tenant, fare),
-            remaining_us=phase.remaining_us(kind, now_us, estimates),
-            step_us=estimates.step_us(job),
-            phase_waited_us=phase.waited_us,
-            resident=resident,
-            mid_phase=resident and phase.in_middle(),
-            virtual=head is None,
-            turn=tenant.turn,
-            slack_us=0 if tenant.program is None else self._slack_us(job, now_us),
-            attained_us=books.attained_us.get((lane.id, job), 0),
-        )
-        if head is not None and tenant.program is not None and not resident:
-            tenant.weighed, tenant.fare = found, fare
-            tenant.version = estimates.versions.get(job)
-        return found
-
-    def _slack_us(self, job: JobId, now_us: int) -> int:
-        """How long the job goes on sampling, if it does: a training phase is due at its end."""
-        rollout = self.books.rollouts.get(job)
-        if rollout is None or not rollout.running:
-            return 0
-        total_us = self.books.estimates.phase_us(job, Pool.ROLLOUT)
-        if total_us is None:
-            return 0
-        return max(0, total_us - rollout.served_us - (now_us - rollout.busy_us))
-
-    def _fare(self, lane: Lane) -> Fare:
-        """What a switch moves and takes whoever it is for: the same object while it is the same,
-        which is from one switch to the next."""
-        resident, group, costs = lane.resident, lane.group, self.books.costs
-        out_bytes = resident.image_bytes if resident is not None and resident.dirty else 0
-        turn_us = 0 if group is None else shared.turn_us(lane, costs)
-        fare = (out_bytes, costs.bytes_per_s(lane.id), turn_us)
-        if fare != lane.fare:
-            lane.fare = fare
-        return lane.fare
-
-    def _switch_us(self, lane: Lane, tenant: Tenant, fare: Fare) -> int:
-        program, (out_bytes, _, turn_us) = tenant.program, fare
-        in_bytes = 0 if program is not None and program.image is None else tenant.image_bytes
-        return self.books.costs.estimate_us(lane.id, in_bytes + out_bytes) + turn_us
 
     # -- decisions ------------------------------------------------------------------------
 
@@ -241,7 +107,7 @@ class Planner:
             return
         choice, tenant = chosen
         if choice.winner.virtual:
-            lane.kept_until_us = self.held_until_us(lane)
+            lane.kept_until_us = self.scales.held_until_us(lane)
             if lane.resident is not None:
                 self.books.keepers[lane.resident.last_job] = lane
         elif rivals and lane.tenants.get(tenant.key) is not tenant:
@@ -283,8 +149,7 @@ class Planner:
             others = [t for t in lane.waiting.values() if t is not resident]
             if not others:  # who shares the GPUs waits for the whole of it
                 return
-            fare = self._fare(lane)
-            candidates = tuple(self._candidate(lane, tenant, fare) for tenant in others)
+            candidates = self.scales.weigh(lane, others)
             choice = self.policy.choose(candidates, hysteresis=self.hysteresis)
             if beside.may(lane, self.tails) and pays_beside(self.tails, tail, as_waiter(choice)):
                 beside.begin(lane)
@@ -374,7 +239,7 @@ class Planner:
             return
         if resident is not None and resident.dirty:
             return
-        if found := self._rivals(lane):
+        if found := self.scales.rivals(lane):
             choice = self.policy.choose(tuple(found), hysteresis=self.hysteresis)
             self._give_way(lane, shared.find(lane, choice.winner.key), cause, out)
 
@@ -448,9 +313,7 @@ class Planner:
             out.append(Expect(wpg=lane.id, deployment=name, cause=cause))
 
     def _best(self, lane: Lane, tenants: Sequence[Tenant]) -> Tenant:
-        fare = self._fare(lane)
-        candidates = tuple(self._candidate(lane, tenant, fare) for tenant in tenants)
-        choice = self.policy.choose(candidates, hysteresis=self.hysteresis)
+        choice = self.policy.choose(self.scales.weigh(lane, tenants), hysteresis=self.hysteresis)
         return lane.tenants[choice.winner.key]
 
     def _admit(self, lane: Lane, tenant: Tenant, cause: CauseId, out: list[AnyInstruction]) -> None:

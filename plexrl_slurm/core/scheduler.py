@@ -17,6 +17,7 @@ from plexrl_slurm.core.ids import CallId, CauseId, DeploymentId, JobId, WpgId
 from plexrl_slurm.core.messages import AnyEvent, AnyInstruction, Tick, WakeAt
 from plexrl_slurm.core.planner import Planner
 from plexrl_slurm.core.policy import Policy
+from plexrl_slurm.core.scales import Scales
 from plexrl_slurm.core.tails import TailRules
 
 _NOBODY: Final = Asker()
@@ -55,6 +56,7 @@ class SchedulerCore:
         )
         self._planner = Planner(
             books=self._books,
+            scales=Scales(books=self._books, holds=policy.holds),
             policy=policy,
             hysteresis=hysteresis,
             image_every=image_every,
@@ -110,7 +112,7 @@ class SchedulerCore:
 
     def check_invariants(self) -> None:
         """Raise if the books contradict each other. For tests, and in production on demand."""
-        found = [*complaints(self._books), *self._planner.complaints()]
+        found = [*complaints(self._books), *self._planner.scales.complaints()]
         if found:
             raise AssertionError("; ".join(found))
 
