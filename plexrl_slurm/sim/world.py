@@ -57,6 +57,8 @@ from plexrl_slurm.sim.records import Record, Stretch
 from plexrl_slurm.sim.trace import TraceJob
 
 CAUSE: Final = CauseId("sim")
+#: Instants between two calls of ``progress``.
+PROGRESS_EVERY: Final = 20_000
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -158,7 +160,7 @@ class World:
             if todo := self.core.plan(now_us, CAUSE):
                 self._do(todo)
             seen += 1
-            if progress is not None and seen % 20_000 == 0:
+            if progress is not None and seen % PROGRESS_EVERY == 0:
                 progress(self)
 
     def send(self, event: AnyEvent) -> None:

@@ -1,6 +1,7 @@
 """``plexrl sim compare``: the runs that ``sim run`` makes, side by side."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ from typing import Any
 import pytest
 from click.testing import Result
 
+from plexrl_slurm.cli import app
+from plexrl_slurm.sim import world
 from tests.sim.traces import LINE, written
 
 Plexrl = Callable[..., Result]
@@ -79,3 +82,14 @@ def test_what_cannot_be_is_refused_in_one_sentence(
     assert done.exit_code == 65
     assert sentence in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_long_run_tells_how_far_it_is(
+    plexrl: Plexrl, trace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(world, "PROGRESS_EVERY", 10)
+    done = plexrl("sim", "run", trace, *SIZE, "--json")
+    told = re.findall(r"fit \+ atc_h \(1 of 1\): hour 0, (\d) of 3 jobs have ended", done.stderr)
+    assert figures(done)["jobs"] == 3
+    assert told == sorted(told) and set(told) >= {"0", "2"}
