@@ -46,13 +46,24 @@ class Candidate:
     attained_us: int = 0
     #: Waited so long, its phase has waited two steps;
     long_us: int = field(init=False)
-    #: not even so long, no guard looks at it. Once here, not at every decision.
+    #: not even so long, no guard looks at it.
     calm_us: int = field(init=False)
+    #: Its switch and the rest of its phase.
+    work_us: int = field(init=False)
+    #: Its weight over its work and its step: who is in no hurry gets less of it.
+    pull: float = field(init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self) -> None:  # once here, not at every decision
         step_us = self.step_us
         long_us = self.long_us = 2 * step_us - self.phase_waited_us
         self.calm_us = step_us if step_us < long_us else long_us
+        self.fares(self.switch_us)
+
+    def fares(self, switch_us: int) -> None:
+        """Bringing it in costs that now."""
+        self.switch_us = switch_us
+        self.work_us = switch_us + (self.remaining_us if self.remaining_us > 1 else 1)
+        self.pull = self.weight / (self.work_us * self.step_us)
 
 
 class Rule(StrEnum):
@@ -161,8 +172,7 @@ class Hrrs:
     @staticmethod
     def index(c: Candidate) -> float:
         """Response ratio, weighted."""
-        work = _work_us(c)
-        return c.weight * (c.waited_us + work) / work
+        return c.weight * (c.waited_us + c.work_us) / c.work_us
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,11 +197,10 @@ class AtcH:
         reach = 0.0
         best, most, resident, kept = candidates[0], -1.0, None, 0.0
         for c in candidates:
-            work = c.switch_us + (c.remaining_us if c.remaining_us > 1 else 1)
-            index = c.weight / (work * c.step_us)
-            if c.slack_us > work:  # of few, so that a second pass for the mean is cheaper
-                reach = reach or self.look_ahead * sum(map(_work_us, candidates)) / len(candidates)
-                index *= exp((work - c.slack_us) / reach)
+            index = c.pull
+            if c.slack_us > c.work_us:  # of few, so that a second pass for the mean is cheaper
+                reach = reach or self.look_ahead * _mean_work_us(candidates)
+                index *= exp((c.work_us - c.slack_us) / reach)
             if index > most or (index == most and _before(c, best)):
                 best, most = c, index
             if c.resident:
@@ -278,8 +287,8 @@ def _resident(candidates: Sequence[Candidate]) -> Candidate | None:
     return next((c for c in candidates if c.resident), None)
 
 
-def _work_us(c: Candidate) -> int:
-    return c.switch_us + (c.remaining_us if c.remaining_us > 1 else 1)
+def _mean_work_us(candidates: Sequence[Candidate]) -> float:
+    return sum(c.work_us for c in candidates) / len(candidates)
 
 
 def _before(c: Candidate, other: Candidate) -> bool:

@@ -68,7 +68,8 @@ class Scales:
                 continue
             known.waited_us = now_us - ready_us
             if tenant.fare is not fare:
-                tenant.fare, known.switch_us = fare, self._switch_us(lane, tenant, fare)
+                tenant.fare = fare
+                known.fares(self._switch_us(lane, tenant, fare))
             if known.job in rollouts:
                 known.slack_us = self._slack_us(known.job, now_us)
             found.append(known)
