@@ -286,7 +286,8 @@ def test_a_disk_that_refuses_in_the_middle_leaves_nothing_behind(
 
     monkeypatch.setattr(state_export.os, "fsync", refuse)  # type: ignore[attr-defined]
     done = plexrl("state", "export", "101", "out")
-    assert (done.exit_code, len(done.stderr.splitlines())) == (code, 1), done.stderr
+    said = [line for line in done.stderr.splitlines() if "exporting" not in line]  # slow machine
+    assert (done.exit_code, len(said)) == (code, 1), done.stderr
     assert [path.name for path in home.iterdir() if "out" in path.name] == []
 
 

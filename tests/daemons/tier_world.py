@@ -32,6 +32,8 @@ from tests.memory.faults import FaultyDisk, Stopped
 WPG, WORLD, SIZE, SLAB = "train-0", 2, 20_000, 6 * 4096
 IMAGE = WORLD * SLAB
 Progress = tuple[int, int]
+#: Of the event loop, until everything has ended: some hundreds are usual.
+_MOST_TURNS = 200_000
 
 
 def content(deployment: str, progress: Progress, rank: int) -> bytes:
@@ -83,11 +85,37 @@ class Inline:
         """Nothing to wait for."""
 
 
+class AtOnce:
+    """A pool that does what it is given when it is asked for, in the thread that asks."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __enter__(self) -> "AtOnce":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing to wait for."""
+
+    def submit(self, work: Callable[..., Any], *arguments: Any) -> "Later":
+        return Later(work, arguments)
+
+
+class Later:
+    """What a pool would do meanwhile."""
+
+    def __init__(self, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        self._work, self._arguments = work, arguments
+
+    def result(self) -> Any:
+        return self._work(*self._arguments)
+
+
 class World:
     """One agent's tiers, its ranks, and the daemon's knowledge of them."""
 
     def __init__(self, root: Path, seed: int, *, slots: int = 4, copies: int = 8) -> None:
-        self.rng, self.root = random.Random(seed), root
+        self.rng, self.root, self.seed = random.Random(seed), root, seed
         self.disk = FaultyDisk(rng=self.rng, memory=root / "host")
         self._threads: dict[int, Worker] = {}
         self.disk.pause = self._pause
@@ -118,6 +146,7 @@ class World:
         for module, name in ((nvme, "BLOCK"), (sums, "BLOCK"), (files, "CHUNK")):
             monkeypatch.setattr(module, name, 8192)
         monkeypatch.setattr(nvme, "_each", lambda work, blocks: [work(each) for each in blocks])
+        monkeypatch.setattr(nvme, "ThreadPoolExecutor", AtOnce)
         monkeypatch.setattr(asyncio, "to_thread", self._to_thread)
         monkeypatch.setattr(host_room, "REST_US", 0)
 
@@ -236,9 +265,14 @@ class World:
     async def settle(self) -> None:
         """Until nothing is under way."""
         await self._reap()
-        while self._tasks:
+        for _ in range(_MOST_TURNS):
+            if not self._tasks:
+                return
             await asyncio.sleep(0)
             await self._reap()
+        for task in self._tasks:
+            task.print_stack()
+        raise AssertionError(f"{len(self._tasks)} tasks wait for ever; seed {self.seed}")
 
     async def _reap(self) -> None:
         for task in [task for task in self._tasks if task.done()]:
