@@ -122,11 +122,13 @@ class HostRoom:
         ``kept``: images that must not leave memory for it; nor does what is resident.
         """
         store = self._stores[copy.wpg]
-        async with self._deciding:
-            if not self._make_spare_room(store, copy.bytes, {*kept, *self._latest.items()}):
-                return False
-            slot = store.begin()
-            self._promised[copy.wpg, slot] = copy.bytes
+        # Whoever decides now is not waited for: it may be waiting for this read to give way.
+        if self._deciding.locked():
+            return False
+        if not self._make_spare_room(store, copy.bytes, {*kept, *self._latest.items()}):
+            return False
+        slot = store.begin()
+        self._promised[copy.wpg, slot] = copy.bytes
         await self._read(copy, slot, gate=gate)
         return store.find(copy.deployment) is not None
 

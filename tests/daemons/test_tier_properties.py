@@ -101,6 +101,12 @@ def now_and_then(world: World, rate: float, kinds: Sequence[str]) -> Callable[[i
 @example(
     seed=20_000, faults=0.05, kinds={STOP, TEAR}, kills=0.0, cuts=0.0, flips=0.05, slots=4, copies=4
 )
+@example(  # a read ahead waited for who made room, who waited for the read to give way
+    seed=309946508, faults=0.0, kinds={STOP}, kills=0.0, cuts=0.0, flips=0.0, slots=3, copies=4
+)
+@example(
+    seed=2487515223, faults=0.0, kinds={STOP}, kills=0.0, cuts=0.0, flips=0.0, slots=3, copies=5
+)
 def test_an_image_is_never_lost_and_never_wrong(
     seed: int, faults: float, kinds: set[str], kills: float, cuts: float, flips: float,
     slots: int, copies: int,

@@ -10,7 +10,6 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -27,6 +26,7 @@ from plexrl_slurm.memory import disk as seam
 from plexrl_slurm.memory import durable, files, nvme, sums
 from plexrl_slurm.memory.slab import Slab, SlabHeader, SlabTensor, read_header
 from plexrl_slurm.transport import messages as tm
+from tests.daemons.tier_threads import AtOnce, Inline, Worker
 from tests.memory.faults import FaultyDisk, Stopped
 
 WPG, WORLD, SIZE, SLAB = "train-0", 2, 20_000, 6 * 4096
@@ -40,75 +40,6 @@ def content(deployment: str, progress: Progress, rank: int) -> bytes:
     """What an image of this progress contains: a replay makes the same."""
     seed = blake2b(repr((deployment, tuple(progress), rank)).encode(), digest_size=50).digest()
     return seed * (SIZE // len(seed))
-
-
-class Worker:
-    """A function in a thread that goes from one disk step to the next."""
-
-    def __init__(self, work: Callable[[], Any], threads: dict[int, "Worker"]) -> None:
-        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
-        self.future: Future[Any] = Future()
-        self._thread = threading.Thread(target=self._run, args=(work, threads))
-        self._thread.start()
-
-    def _run(self, work: Callable[[], Any], threads: dict[int, "Worker"]) -> None:
-        threads[threading.get_ident()] = self
-        self._go.acquire()
-        try:
-            self.future.set_result(work())
-        except BaseException as problem:
-            self.future.set_exception(problem)
-        del threads[threading.get_ident()]
-        self._back.release()
-
-    def pause(self) -> None:
-        """In the thread: let others go first."""
-        self._back.release()
-        self._go.acquire()
-
-    def advance(self) -> None:
-        """Until its next disk step, or its end."""
-        self._go.release()
-        self._back.acquire()
-        if self.future.done():
-            self._thread.join()
-
-
-class Inline:
-    """An executor that has done it when it says so."""
-
-    def submit(self, work: Callable[..., Any], *arguments: Any) -> None:
-        with suppress(Stopped):
-            work(*arguments)
-
-    def shutdown(self, *, wait: bool) -> None:
-        """Nothing to wait for."""
-
-
-class AtOnce:
-    """A pool that does what it is given when it is asked for, in the thread that asks."""
-
-    def __init__(self, *_: Any) -> None:
-        pass
-
-    def __enter__(self) -> "AtOnce":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing to wait for."""
-
-    def submit(self, work: Callable[..., Any], *arguments: Any) -> "Later":
-        return Later(work, arguments)
-
-
-class Later:
-    """What a pool would do meanwhile."""
-
-    def __init__(self, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        self._work, self._arguments = work, arguments
-
-    def result(self) -> Any:
-        return self._work(*self._arguments)
 
 
 class World:
