@@ -23,7 +23,7 @@ from multiprocessing.shared_memory import SharedMemory
 name = sys.argv[1 + (os.fork() == 0)]
 segment = SharedMemory(name)
 resource_tracker.unregister(segment._name, "shared_memory")
-print("mapped", flush=True)
+os.write(1, b"mapped\\n")  # at once, also where Python does not buffer
 time.sleep(60)
 """
 
