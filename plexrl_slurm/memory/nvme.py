@@ -1,10 +1,10 @@
 """Images on a disk of the node: as fast as the disk, checked block by block when they come back.
 
 A folder has a file for each rank, the slab as it is, and a manifest, which is written last; it
-is complete or it is not there. Blocks go to the disk from the slab's own pages (O_DIRECT), several
-at a time, and come back by way of a buffer: to map pages that are to be written costs more than
-the copy. Where O_DIRECT is refused they go through the page cache. An image belongs to one owner,
-a token that lives as long as the host tier above it.
+is complete or it is not there. Blocks go to the disk (O_DIRECT) and come back several at a time,
+and by way of a buffer in large pages: to map the slab's own small ones, and to give them to the
+disk one by one, costs more than the copy. Where O_DIRECT is refused they go through the page
+cache. An image belongs to one owner, a token that lives as long as the host tier above it.
 """
 
 import errno
@@ -241,13 +241,11 @@ def _standing(folder: Path) -> Path:
 
 def _write_rank(slab: Path, path: Path, size: int, target: int) -> RankFile:
     """All but the sync."""
-    gate = Gate()
-    with slab.open("rb") as file:
-        # Not closed by hand: a view of a failed block may be alive in its traceback.
-        view = memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ))
+    gate, room = Gate(), _Room(BLOCK)
 
     def write(block: _Block) -> int:
-        data = view[block.offset : block.offset + block.size]
+        data = room.space()[: block.size]
+        _whole(source, block, lambda at: os.preadv(source, [data[at:]], block.offset + at))
         crc = crc32c(data)
         with gate.block():
             _whole(target, block, lambda at: disk.disk.write(target, data[at:], block.offset + at))
@@ -255,7 +253,9 @@ def _write_rank(slab: Path, path: Path, size: int, target: int) -> RankFile:
 
     try:
         disk.disk.allocate(target, size)
-        crcs = _each(write, _blocks(size, BLOCK))
+        with slab.open("rb") as opened:
+            source = opened.fileno()
+            crcs = _each(write, _blocks(size, BLOCK))
     except OSError as error:
         error.filename = error.filename or str(path)
         raise
