@@ -153,6 +153,7 @@ class Daemon:
             path=config.state_dir / "journal" / f"{epoch}.jsonl",
             prior=SwitchCosts(),
             queue=config.queue.rules(joins_first=config.sharing.joins_first),
+            leaving=config.sharing.leaving,
             hold_us=config.hold_us,
             image_every=config.image_every,
             durable_every=config.hold.durable_every if config.durable else None,
@@ -205,6 +206,7 @@ class Daemon:
         parts.hub = shell.orders = hub
         mover = Mover(parts, service, recovery)
         relief = Relief(parts, mover)
+        relief.journal = core
         shell.on_drained, parts.habits.on_news = relief.drained, relief.heard_news
         keeper = parts.holds = HoldKeeper(parts, hub, mover, endpoint=endpoint)
         if config.backend == "slurm":

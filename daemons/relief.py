@@ -7,14 +7,16 @@ is under way (decision 0015), jobs move, and the others go on. One WPG at a time
 
 import asyncio
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from plexrl_slurm.clock import now_us
+from plexrl_slurm.core.ground import News
 from plexrl_slurm.core.grouping import Placement
 from plexrl_slurm.core.ids import CauseId, JobId, WpgId
+from plexrl_slurm.core.leaving import Leaves, Leaving, Stays, still_right
 from plexrl_slurm.core.messages import Pool, WpgDraining, WpgResumed
-from plexrl_slurm.core.relief import merge, relieve
 from plexrl_slurm.daemons.moves import Mover
 from plexrl_slurm.daemons.service_base import Parts
 from plexrl_slurm.db import queue
@@ -35,14 +37,24 @@ _PROMISE: Final = "so that promised slowdowns are kept"
 class UnderWay:
     """A WPG that is drained so that jobs can leave it."""
 
-    wpg: WpgId
+    #: All of them leave if it merges, or nobody does.
+    what: Leaving
     pool: Pool
-    homes: tuple[tuple[JobId, WpgId], ...]
     #: For people.
     why: str
-    #: All of them leave, or nobody does.
-    merges: bool
     since_us: int
+
+
+class LeaveJournal(Protocol):
+    """See :class:`plexrl_slurm.journal.JournalledCore`."""
+
+    def left(
+        self, news: News, stays: Stays, at_us: int, asked: list[WpgId] | None, found: Leaving | None
+    ) -> None:
+        """Somebody leaves one of the WPGs ``asked`` (``None``: any, to make it empty), or not."""
+
+    def still(self, news: News, right: bool) -> None:
+        """What was decided the last time would be decided now, or not."""
 
 
 class Relief:
@@ -54,8 +66,12 @@ class Relief:
         #: Jobs of which something new is known.
         self.doubtful: set[JobId] = set()
         self.under_way: UnderWay | None = None
+        self.journal: LeaveJournal | None = None
         self._moved_us: dict[JobId, int] = {}
         self._merged_us: int | None = None
+        #: Since when each has been where it is, and what of that the journal has.
+        self._since_us: dict[JobId, int] = {}
+        self._told_us: dict[JobId, int] = {}
         #: Jobs that moved, and WPGs that became free.
         self.count = self.merges = 0
 
@@ -83,28 +99,38 @@ class Relief:
         if self.under_way is not None:
             self._look_after(self.under_way)
             return
-        jobs, placer = self._parts.state.jobs, self._parts.placer
+        jobs = self._parts.state.jobs
         self._moved_us = {job: at for job, at in self._moved_us.items() if job in jobs}
-        while self.doubtful:
-            job = jobs.get(self.doubtful.pop())
-            for pool, home in () if job is None else tuple(job.homes.items()):
-                found = relieve(placer.open_partition(), home, placer.rules, self._may_move)
-                if found is not None:
-                    self._begin(home, pool, (found,), _PROMISE, merges=False)
-                    return
+        if self.doubtful:
+            asked: list[WpgId] = []
+            leaves, at_us = self._leaves()
+            found = leaves.relieved(self._in_doubt(asked))
+            self._note(at_us, asked, found)
+            if found is not None:
+                self._begin(found, _PROMISE)
+                return
         self._look_for_merge()
 
     def drained(self, wpg: WpgId) -> None:
         """The core says that nothing is under way on a WPG."""
         found = self.under_way
-        if found is None or found.wpg != wpg or wpg in self._parts.placer.draining:
+        if found is None or found.what.wpg != wpg or wpg in self._parts.placer.draining:
             self._mover.wpg_drained(wpg)
             return
-        moved = self._move(found) if self._still_right(found) else 0
-        self.merges += found.merges and moved == len(found.homes)
+        moved = self._move(found) if self._still_right(found.what) else 0
+        self.merges += found.what.merges and moved == len(found.what.homes)
         self._end(found, "moved" if moved else "no longer wanted")
 
     # -- one after the other ---------------------------------------------------------------
+    def _in_doubt(self, asked: list[WpgId]) -> Iterator[WpgId]:
+        """Homes of jobs of which something new is known, each once, as long as one is asked for."""
+        while self.doubtful:
+            job = self._parts.state.jobs.get(self.doubtful.pop())
+            for home in () if job is None else tuple(job.homes.values()):
+                if home not in asked:
+                    asked.append(home)
+                    yield home
+
     def _look_for_merge(self) -> None:
         """Make a training WPG free, where somebody waits for room or a hold could be given back."""
         now, parts = now_us(), self._parts
@@ -115,38 +141,48 @@ class Relief:
         if not waits and (parts.holds is None or len(parts.holds.live) < 2):
             return
         self._merged_us = now
-        found = merge(parts.placer.open_partition(), parts.placer.rules, self._may_move)
+        leaves, at_us = self._leaves()
+        found = leaves.merged()
+        self._note(at_us, None, found)
         if found is not None:
             whom = "jobs that wait" if waits else "other partitions"
-            why = f"so that {found.wpg} is free for {whom}"
-            self._begin(found.wpg, Pool.TRAIN, found.homes, why, merges=True)
+            self._begin(found, f"so that {found.wpg} is free for {whom}")
 
-    def _may_move(self, job_id: JobId) -> bool:
-        job = self._parts.state.jobs.get(job_id)
-        if job is None or job.ended or job.started_us is None:
-            return False
+    def _leaves(self) -> tuple[Leaves, int]:
+        """What may be decided now, and when that is."""
         now = now_us()
-        # A clock that was set back must not keep a job where it is.
-        since_us = min(now, self._moved_us.get(job_id, job.started_us))
-        ends_us = self._parts.placer.ends_of(job)
-        stays = ends_us is None or ends_us - now >= self._sharing.regroup_us
-        return stays and now - since_us >= self._sharing.regroup_us
+        self._since_us = {
+            job.id: self._moved_us.get(job.id, job.started_us)
+            for job in self._parts.state.jobs.values()
+            if not job.ended and job.started_us is not None
+        }
+        partition = self._parts.placer.open_partition()
+        return Leaves(self._sharing.leaving, partition, self._since_us, now), now
 
-    def _still_right(self, found: UnderWay) -> bool:
+    def _note(self, at_us: int, asked: list[WpgId] | None, found: Leaving | None) -> None:
+        if self.journal is None or asked == []:
+            return
+        told, self._told_us = self._told_us, self._since_us
+        stays = Stays(
+            since_us={job: at for job, at in self._told_us.items() if told.get(job) != at},
+            gone=tuple(job for job in told if job not in self._told_us),
+        )
+        self.journal.left(self._parts.placer.residents.news(), stays, at_us, asked, found)
+
+    def _still_right(self, found: Leaving) -> bool:
         """Whether it would be decided again; others have come and gone meanwhile."""
-        placer, mine = self._parts.placer, {job for job, _ in found.homes}
-        now = placer.open_partition()
-        if found.merges:
-            again = merge(now, placer.rules, lambda job: job in mine, only=(found.wpg,))
-            return again is not None and again.homes == found.homes
-        return (relieve(now, found.wpg, placer.rules, lambda job: job in mine),) == found.homes
+        placer = self._parts.placer
+        right = still_right(placer.open_partition(), self._sharing.leaving, found)
+        if self.journal is not None:
+            self.journal.still(placer.residents.news(), right)
+        return right
 
     def _move(self, found: UnderWay) -> int:
         """Number of jobs that have moved."""
         moved = 0
-        for job_id, home in found.homes:
+        for job_id, home in found.what.homes:
             job = self._parts.state.jobs.get(job_id)
-            if job is None or job.homes.get(found.pool) != found.wpg:
+            if job is None or job.homes.get(found.pool) != found.what.wpg:
                 continue
             reason = f"job {job.slurm_id} moves {found.why}"
             if self._mover.move(job, found.pool, home, reason):
@@ -155,20 +191,11 @@ class Relief:
         self.count += moved
         return moved
 
-    def _begin(
-        self,
-        wpg: WpgId,
-        pool: Pool,
-        homes: tuple[tuple[JobId, WpgId], ...],
-        why: str,
-        *,
-        merges: bool,
-    ) -> None:
-        now = now_us()
+    def _begin(self, what: Leaving, why: str) -> None:
+        now, wpg, homes = now_us(), what.wpg, what.homes
         say(log, "relief_begins", wpg=wpg, homes=homes, why=why)
-        self.under_way = UnderWay(
-            wpg=wpg, pool=pool, homes=homes, why=why, merges=merges, since_us=now
-        )
+        pool = self._parts.placer.wpgs[wpg].wpg.pool
+        self.under_way = UnderWay(what=what, pool=pool, why=why, since_us=now)
         for job, home in homes:
             text = f"{wpg} is drained for a moment: the job moves to {home}, {why}"
             self._parts.writer.add(_note, job, text, now, lazy=True)
@@ -179,24 +206,24 @@ class Relief:
 
     def _look_after(self, found: UnderWay) -> None:
         placer, now = self._parts.placer, now_us()
-        gone = found.wpg not in placer.wpgs or found.wpg in placer.draining
-        unwanted = all(job not in self._parts.state.jobs for job, _ in found.homes)
+        wpg, homes = found.what.wpg, found.what.homes
+        gone = wpg not in placer.wpgs or wpg in placer.draining
+        unwanted = all(job not in self._parts.state.jobs for job, _ in homes)
         if now < found.since_us:  # the clock was set back: patience begins again
             self.under_way = replace(found, since_us=now)
         if gone or unwanted or now - found.since_us > PATIENCE_US:
-            self._moved_us |= {job: now for job, _ in found.homes}  # not again at once
+            self._moved_us |= {job: now for job, _ in homes}  # not again at once
             self._end(found, "given up")
 
     def _end(self, found: UnderWay, how: str) -> None:
-        self.under_way = None
-        say(log, "relief_ends", wpg=found.wpg, homes=found.homes, how=how)
+        self.under_way, wpg = None, found.what.wpg
+        say(log, "relief_ends", wpg=wpg, homes=found.what.homes, how=how)
         # One that is to be given back now, or is gone, is somebody else's.
-        if found.wpg in self._parts.placer.wpgs and found.wpg not in self._parts.placer.draining:
-            cause = CauseId(f"{found.wpg} goes on")
-            self._parts.shell.feed(WpgResumed(at_us=now_us(), cause=cause, wpg=found.wpg))
-            self.doubtful |= {
-                job.id for job in self._parts.state.jobs.values() if found.wpg in job.homes.values()
-            }
+        if wpg in self._parts.placer.wpgs and wpg not in self._parts.placer.draining:
+            cause = CauseId(f"{wpg} goes on")
+            self._parts.shell.feed(WpgResumed(at_us=now_us(), cause=cause, wpg=wpg))
+            jobs = self._parts.state.jobs.values()
+            self.doubtful |= {job.id for job in jobs if wpg in job.homes.values()}
 
 
 def _note(session: Any, job: JobId, text: str, now_us: int) -> None:

@@ -28,6 +28,9 @@ _STILL_US: Final = 60_000_000
 #: Models by job: of its training deployments, and of its snapshots.
 Lives: TypeAlias = tuple[dict[JobId, list[str]], dict[JobId, dict[str, None]]]
 
+#: When jobs are expected to end.
+Ends: TypeAlias = dict[JobId, int | None]
+
 
 class Residents:
     """Part of the placer."""
@@ -53,28 +56,33 @@ class Residents:
         #: What no journal has yet; ``None``: it is gone.
         self._new_sites: dict[WpgId, Site | None] = {}
         self._new_settled: dict[JobId, Settled | None] = {}
+        self._new_ends: Ends = {}
 
     def look(self) -> None:
         """Hear what has changed."""
         sites, gone = self._look_at_sites()
-        settled, left = self._look_at_jobs()
-        news = News(sites=sites, gone=gone, settled=settled, left=left)
+        settled, left, ends = self._look_at_jobs()
+        news = News(sites=sites, gone=gone, settled=settled, left=left, ends=ends)
         if news:
             self.ground.hear(news)
             self._new_sites.update((site.wpg.id, site) for site in sites)
             self._new_sites.update(dict.fromkeys(gone))
             self._new_settled.update((each.who.job, each) for each in settled)
             self._new_settled.update(dict.fromkeys(left))
+            self._new_ends.update(ends)
 
     def news(self) -> News:
         """What has changed since this was asked the last time."""
-        sites, settled = self._new_sites, self._new_settled
-        self._new_sites, self._new_settled = {}, {}
+        sites, settled, ends = self._new_sites, self._new_settled, self._new_ends
+        self._new_sites, self._new_settled, self._new_ends = {}, {}, {}
+        # Of whom more is new, that is what is told last.
+        settled |= {job: self._known[job][1] for job in ends if settled.get(job) is not None}
         return News(
             sites=tuple(site for site in sites.values() if site is not None),
             gone=tuple(wpg for wpg, site in sites.items() if site is None),
             settled=tuple(each for each in settled.values() if each is not None),
             left=tuple(job for job, each in settled.items() if each is None),
+            ends=tuple((job, at_us) for job, at_us in ends.items() if job not in settled),
         )
 
     def applicant(self, job: LiveJob, models: Sequence[ModelSpec]) -> Applicant:
@@ -128,7 +136,9 @@ class Residents:
             self._sizes = tuple(sorted(sizes))
         return tuple(changed), gone
 
-    def _look_at_jobs(self) -> tuple[tuple[Settled, ...], tuple[JobId, ...]]:
+    def _look_at_jobs(
+        self,
+    ) -> tuple[tuple[Settled, ...], tuple[JobId, ...], tuple[tuple[JobId, int | None], ...]]:
         placer, jobs = self._placer, self._state.jobs
         asked_of = (placer.habits_of, placer.version_of, placer.ends_of, self._sizes)
         all_anew = asked_of != self._asked_of
@@ -136,6 +146,7 @@ class Residents:
         version_of, lives = placer.version_of, self._lives()
         trains, samples = lives
         late, changed = self._late(), []
+        ends: Ends = {}
         living = 0
         for job in jobs.values():
             if not job.homes:
@@ -156,14 +167,19 @@ class Residents:
                 who=self.resident(job, lives), homes=dict(job.homes), reserved=job.reserved
             )
             self._known[job.id] = (mark, each)
-            if known is None or known[1] != each:
+            if known is None:
                 changed.append(each)
+            elif known[1] != each:
+                if _as_expected(known[1], each.who.ends_us) == each:
+                    ends[job.id] = each.who.ends_us
+                else:
+                    changed.append(each)
         left: tuple[JobId, ...] = ()
         if living != len(self._known):
             left = tuple(gone for gone in self._known if gone not in jobs or not jobs[gone].homes)
             for gone in left:
                 del self._known[gone]
-        return tuple(changed), left
+        return tuple(changed), left, tuple(ends.items())
 
     def _late(self) -> set[JobId]:
         """Whose turn it is to say when they end."""
@@ -189,3 +205,7 @@ class Residents:
             if not snapshot.dropped:
                 samples.setdefault(snapshot.job, {})[snapshot.model] = None
         return trains, samples
+
+
+def _as_expected(each: Settled, ends_us: int | None) -> Settled:
+    return replace(each, who=replace(each.who, ends_us=ends_us))

@@ -7,7 +7,10 @@ is; every other is an array, and decided again is what these say:
 - ``place``: a job, and its homes or what is in its way, on the ground that ``ground`` lines tell;
 - ``pass``: when the queue was looked along, what came of each job that was tried, and what was said
   of all of them in their order, of the jobs and the use that ``queue`` lines tell;
-- ``refuse``: a job that was over a limit when it came, and which.
+- ``refuse``: a job that was over a limit when it came, and which;
+- ``relieve``, ``merge``: who leaves which WPG so that promises are kept, or so that it is empty, of
+  the WPGs that were asked for, on the ground that ``ground`` lines tell and of those who may, which
+  ``stays`` lines tell; ``still``: whether that was right when the WPG was drained;
 
 A core made the same and told the same must decide the same: it has no clock, no randomness and no
 I/O.
@@ -15,6 +18,7 @@ I/O.
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO, Final, get_args
@@ -26,7 +30,8 @@ from plexrl_slurm.core.costs import SwitchCosts
 from plexrl_slurm.core.dues import Dues
 from plexrl_slurm.core.errors import BadInput, BadScript
 from plexrl_slurm.core.ground import Answer, Ground, News, Wish
-from plexrl_slurm.core.ids import CauseId, JobId
+from plexrl_slurm.core.ids import CauseId, JobId, WpgId
+from plexrl_slurm.core.leaving import LeaveRules, Leaves, Leaving, Stays, still_right
 from plexrl_slurm.core.limits import HeldKind, Subject
 from plexrl_slurm.core.messages import AnyEvent, AnyInstruction
 from plexrl_slurm.core.policy import Policy, find_policy
@@ -43,11 +48,22 @@ from plexrl_slurm.core.queue_pass import (
 from plexrl_slurm.core.queue_rules import QueueRules
 from plexrl_slurm.core.scheduler import SchedulerCore
 
-FORMAT: Final = 2
+FORMAT: Final = 3
+#: Of journals that are read; those of format 2 say nothing of what followed.
+READ: Final = (2, FORMAT)
 #: A journal that has grown so large is not continued: replay agrees as far as it goes.
 MOST_BYTES: Final = 256 << 20
 #: Journals of earlier daemons that stay.
 KEPT: Final = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """By which rules everything beside the core decides."""
+
+    queue: QueueRules = field(default_factory=QueueRules)
+    leaving: LeaveRules = field(default_factory=LeaveRules)
+
 
 _EVENTS: Final[dict[str, Any]] = {kind.__name__: kind for kind in get_args(AnyEvent)}
 
@@ -63,6 +79,7 @@ class JournalledCore(SchedulerCore):
         path: Path,
         prior: SwitchCosts,
         queue: QueueRules | None = None,
+        leaving: LeaveRules | None = None,
         **options: Any,
     ) -> None:
         """``options``: of :class:`SchedulerCore`, beside the policy and the costs."""
@@ -78,7 +95,8 @@ class JournalledCore(SchedulerCore):
             self._file = path.open("wb")
         except OSError as error:
             self._end(f"cannot be opened ({error.strerror})")
-        self._write(["core", FORMAT, policy.name, options, queue or QueueRules()])
+        site = Site(queue=queue or QueueRules(), leaving=leaving or LeaveRules())
+        self._write(["core", FORMAT, policy.name, options, site])
 
     def handle(self, event: AnyEvent) -> list[AnyInstruction]:
         out = super().handle(event)
@@ -90,12 +108,31 @@ class JournalledCore(SchedulerCore):
         self._write(["plan", at_us, cause, _named(out)])
         return out
 
-    def placed(self, news: News, wish: Wish, found: Answer) -> None:
-        """A job got its homes, or found none; ``news``: what has changed since the last one.
-        The core itself is not asked."""
+    def grounded(self, news: News) -> None:
+        """What has changed of who lives where since the last one."""
         if news:
             self._write(["ground", news])
+
+    def placed(self, news: News, wish: Wish, found: Answer) -> None:
+        """A job got its homes, or found none. The core itself is not asked."""
+        self.grounded(news)
         self._write(["place", wish, found])
+
+    def left(
+        self, news: News, stays: Stays, at_us: int, asked: list[WpgId] | None, found: Leaving | None
+    ) -> None:
+        """Somebody leaves one of the WPGs ``asked`` (``None``: any, to make it empty), or not;
+        ``stays``: what has changed since this was told."""
+        self.grounded(news)
+        if stays:
+            self._write(["stays", stays])
+        said = None if found is None else (found.wpg, found.homes)
+        self._write(["merge", at_us, said] if asked is None else ["relieve", at_us, asked, said])
+
+    def still(self, news: News, right: bool) -> None:
+        """What was decided the last time would be decided now, or not."""
+        self.grounded(news)
+        self._write(["still", right])
 
     def passed(
         self, news: QueueNews, at_us: int, told: Sequence[Said], said: Sequence[Said]
@@ -165,13 +202,16 @@ def replay(path: Path) -> Iterator[int]:
 class _Again:
     """Everything that decides, told line by line."""
 
-    def __init__(self, core: SchedulerCore, rules: QueueRules) -> None:
-        self._core, self._rules = core, rules
+    def __init__(self, core: SchedulerCore, site: Site) -> None:
+        rules = site.queue
+        self._core, self._site, self._rules = core, site, rules
         self._ground = Ground(rules.reservation)
         self._dues = Dues(rules.weights.half_life_us)
         self._jobs: dict[JobId, Queued] = {}
         #: Jobs for which a place was found since the last pass.
         self._found: set[JobId] = set()
+        self._since_us: dict[JobId, int] = {}
+        self._leaving: Leaving | None = None
 
     def decide(self, line: list[Any]) -> tuple[Any, Any]:
         """What was said, and what is said now. Raises ``BadInput`` for facts that contradict each
@@ -202,7 +242,28 @@ class _Again:
             subject, submitted = msgspec.convert(told, tuple[Subject, tuple[int, ...]])
             refused = Refused(subject=subject, submitted=submitted, kind=HeldKind(said))
             return said, refused.again(self._rules)
+        if verb == "stays":
+            stays = msgspec.convert(said, Stays, str_keys=True)
+            self._since_us.update(stays.since_us)
+            for job in stays.gone:
+                del self._since_us[job]
+            return None, None
+        if verb in ("relieve", "merge"):
+            return said, self._leave(verb, msgspec.convert(told[0], int), *told[1:])
+        if verb == "still":
+            if self._leaving is None:
+                raise BadInput("a WPG was drained, and no line says who leaves it")
+            return said, still_right(self._ground.open, self._site.leaving, self._leaving)
         raise ValueError(f"unknown verb {verb!r}")
+
+    def _leave(self, verb: str, at_us: int, asked: Any = None) -> Any:
+        leaves = Leaves(self._site.leaving, self._ground.open, self._since_us, at_us)
+        if verb == "merge":
+            found = leaves.merged()
+        else:
+            found = leaves.relieved(msgspec.convert(asked, list[WpgId]))
+        self._leaving = found or self._leaving
+        return None if found is None else (found.wpg, found.homes)
 
     def _hear(self, news: QueueNews) -> None:
         self._jobs.update((each.job, each) for each in news.jobs)
@@ -223,15 +284,16 @@ class _Again:
 def _made(path: Path, line: bytes) -> _Again:
     try:
         verb, version, policy, options, *more = msgspec.json.decode(line)
-        if verb == "core" and version != FORMAT:
+        if verb == "core" and version not in READ:
             known = (
-                f"is of format {version}, and this version reads {FORMAT}: replay it with the "
-                f"version of plexrl that wrote it"
+                f"is of format {version}, and this version reads {READ[0]} and {READ[1]}: "
+                f"replay it with the version of plexrl that wrote it"
             )
             raise BadScript(str(path), 1, known)
-        (queue,) = more
+        (rules,) = more
+        site = msgspec.convert(rules if version > 2 else {"queue": rules}, Site, str_keys=True)
         core = SchedulerCore(find_policy(policy), costs=SwitchCosts(), **options)
-        return _Again(core, msgspec.convert(queue, QueueRules, str_keys=True))
+        return _Again(core, site)
     except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
         if isinstance(error, BadScript):
             raise

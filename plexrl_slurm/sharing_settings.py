@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from plexrl_slurm.core.grouping import Placement, Rules
+from plexrl_slurm.core.leaving import LeaveRules
 from plexrl_slurm.core.placements import PLACEMENTS
 from plexrl_slurm.core.profiles import Guess
 from plexrl_slurm.tomlcheck import (
@@ -52,6 +53,11 @@ class SharingSettings:
             full=self.max_load,
             margin=self.margin,
         )
+
+    @property
+    def leaving(self) -> LeaveRules:
+        """As the core has them."""
+        return LeaveRules(rules=self.rules, regroup_us=self.regroup_us)
 
     @property
     def joins_first(self) -> bool:

@@ -32,9 +32,11 @@ class News:
     gone: tuple[WpgId, ...] = ()
     settled: tuple[Settled, ...] = ()
     left: tuple[JobId, ...] = ()
+    #: Of jobs that are expected to end then, and are otherwise as they were.
+    ends: tuple[tuple[JobId, int | None], ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.sites or self.gone or self.settled or self.left)
+        return bool(self.sites or self.gone or self.settled or self.left or self.ends)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +80,8 @@ class Ground:
                 partition.leave(job)
             for each in news.settled:
                 partition.settle(each)
+            for job, ends_us in news.ends:
+                partition.expect(job, ends_us)
 
     def _moves_what_is_kept(self, news: News) -> bool:
         """Whether reserved jobs take, or leave, what is kept for them."""

@@ -126,6 +126,15 @@ class Partition:
                 with self._changing(wpg):
                     insort(self.members[wpg], each.who, key=_job_of)
 
+    def expect(self, job: JobId, ends_us: int | None) -> None:
+        """A job that has homes is expected to end then; nothing that is kept depends on it."""
+        before = self._settled[job]
+        who = replace(before.who, ends_us=ends_us)
+        self._settled[job] = replace(before, who=who)
+        for wpg in before.homes.values():
+            if wpg in self.members:
+                self.members[wpg] = [who if e.job == job else e for e in self.members[wpg]]
+
     def leave(self, job: JobId) -> None:
         """It has none any more."""
         gone = self._settled.pop(job, None)

@@ -1,5 +1,7 @@
 """The ground that placement keeps is the one that it would make anew."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -36,6 +38,7 @@ NEWS = st.builds(
     settled=st.lists(SETTLED, max_size=3, unique_by=lambda each: each.who.job).map(tuple),
     left=st.lists(st.integers(1, 6).map(JobId), max_size=1).map(tuple),
 )
+ENDS = st.tuples(st.integers(1, 6).map(JobId), st.integers(50, 90))
 WISH = st.builds(
     lambda number, load, reserved, pools: Wish(
         who=job(number, uses(train=load)), rules=FIT, pools=pools, reserved=reserved
@@ -47,16 +50,19 @@ WISH = st.builds(
 
 @effort(60)
 @given(
-    st.lists(st.tuples(NEWS, WISH), max_size=8),
+    st.lists(st.tuples(NEWS, ENDS, WISH), max_size=8),
     st.sampled_from([Reservation(), Reservation(wpgs=1), Reservation(host_bytes=GIB)]),
 )
 def test_what_is_kept_answers_as_what_is_made_anew(
-    story: list[tuple[News, Wish]], reservation: Reservation
+    story: list[tuple[News, tuple[JobId, int], Wish]], reservation: Reservation
 ) -> None:
     kept = Ground(reservation)
     kept.hear(News(sites=tuple(SITES)))
-    for news, wish in story:
+    for news, (name, ends_us), wish in story:
         kept.hear(news)
+        if (there := kept.whole.of(name)) is not None:
+            kept.hear(News(ends=((name, ends_us),)))
+            assert kept.whole.of(name) == replace(there, who=replace(there.who, ends_us=ends_us))
         anew = kept.without(())
         assert kept.answer(wish) == anew.answer(wish)
         assert kept.answer(wish) == kept.answer(wish)

@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 
 from plexrl_slurm.clock import now_us
+from plexrl_slurm.core.costs import SwitchCosts
 from plexrl_slurm.core.ids import DeploymentId, WpgId
+from plexrl_slurm.core.leaving import Leaves
 from plexrl_slurm.core.messages import Pool
+from plexrl_slurm.core.policy import find_policy
 from plexrl_slurm.core.profiles import Guess
 from plexrl_slurm.daemons import relief as module
 from plexrl_slurm.daemons.relief import Relief
@@ -19,6 +22,7 @@ from plexrl_slurm.db import queue
 from plexrl_slurm.db.engine import open_database
 from plexrl_slurm.db.schema import upgrade
 from plexrl_slurm.db.store import Store
+from plexrl_slurm.journal import JournalledCore, replay
 from plexrl_slurm.settings import WpgSettings
 from plexrl_slurm.sharing_settings import SharingSettings
 from plexrl_slurm.slurm_settings import ComponentSettings
@@ -67,10 +71,16 @@ def play(tmp_path: Path) -> Play:
 
 async def set_up(world: World, scene: Scene, together: Pool) -> None:
     daemon = await world.daemon()
+    path = daemon.settings.state_dir / "journal.jsonl"
+    journal = JournalledCore(
+        find_policy("fifo"), path=path, prior=SwitchCosts(), leaving=daemon.settings.sharing.leaving
+    )
+    daemon.parts.placer.journal = journal.placed
     hold = await daemon.hold("n1")
     await daemon.all_up(hold, "n1")
     await daemon.look()
     relief = Relief(daemon.parts, daemon.mover)
+    relief.journal = journal
     daemon.shell.on_drained = relief.drained
     one, two = await daemon.job("7"), await daemon.job("8")
     for number, job in enumerate((one, two)):
@@ -79,6 +89,10 @@ async def set_up(world: World, scene: Scene, together: Pool) -> None:
             job.homes[pool] = WpgId(f"{pool}-{0 if pool is together else number}")
     await scene(daemon, relief, one, two, f"{hold}.0.n1".encode())
     assert await daemon.flaws(hold) == []
+    journal.close()
+    said = path.read_text()
+    assert len(list(replay(path))) == said.count("\n") - 1
+    assert said.count('["still",true]') >= bool(relief.count), said
 
 
 def somebody_waits(daemon: Daemon) -> None:
@@ -185,9 +199,9 @@ def test_what_they_train_moves_when_it_is_durable_and_each_call_runs_once(play: 
         await asyncio.sleep(TICK_S)
         somebody_waits(daemon)
         relief.look()
-        assert relief.under_way is not None and relief.under_way.merges
-        leaver = relief.under_way.homes[0][0]
-        old, new = relief.under_way.wpg, relief.under_way.homes[0][1]
+        assert relief.under_way is not None and relief.under_way.what.merges
+        leaver = relief.under_way.what.homes[0][0]
+        old, new = relief.under_way.what.wpg, relief.under_way.what.homes[0][1]
         await asyncio.sleep(TICK_S)
         (moving,) = [live for live in daemon.state.deployments.values() if live.job == leaver]
         assert moving.wpg == old  # its create runs
@@ -235,7 +249,7 @@ def test_a_look_for_something_to_merge_is_rare_and_goes_on_when_the_clock_was_se
         daemon: Daemon, relief: Relief, one: LiveJob, two: LiveJob, agent: bytes
     ) -> None:
         looked: list[int] = []
-        monkeypatch.setattr(module, "merge", lambda *_, **__: looked.append(1))
+        monkeypatch.setattr(Leaves, "merged", lambda _: looked.append(1))
         somebody_waits(daemon)
         for _ in range(3):
             relief.look()

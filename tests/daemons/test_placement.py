@@ -162,6 +162,42 @@ def test_what_was_decided_is_noted_with_what_it_was_decided_on(tmp_path: Path) -
         assert ground.answer(wish) == answer
 
 
+def test_of_a_job_that_is_as_it_was_only_its_expected_end_is_news(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    placer = bench.placer
+    one, two = bench.admit(1), bench.admit(2)
+    ground, ends = Ground(Reservation()), {one.id: 10**12, two.id: 10**12}
+    placer.ends_of = lambda job: ends.get(job.id)
+
+    def told() -> News:
+        placer.partition()
+        news = placer.residents.news()
+        ground.hear(news)
+        assert list(ground.whole.settled) == list(placer.partition().settled)
+        assert ground.whole.members == placer.partition().members
+        return news
+
+    for news, _, _ in bench.noted:
+        ground.hear(news)
+    assert [each.who.job for each in told().settled] == [two.id]
+    ends[one.id] += 10**9
+    news = told()
+    assert (news.settled, news.ends) == ((), ((one.id, ends[one.id]),))
+    # Whoever is otherwise too is told of as a whole, with the end that was expected last.
+    two.reserved = True
+    placer.partition()
+    ends[one.id], ends[two.id] = 7, 8
+    news = told()
+    assert [each.who.ends_us for each in news.settled] == [8]
+    assert news.ends == ((one.id, 7),)
+    ends[one.id] = 9
+    placer.partition()
+    del bench.state.jobs[one.id]
+    news = told()
+    assert (news.left, news.settled, news.ends) == ((one.id,), (), ())
+    assert not told()
+
+
 def deployment(job: LiveJob, wpg: str) -> LiveDeployment:
     return LiveDeployment(
         id=DeploymentId(f"d{job.id}"), job=job.id, session="s", model="tiny", rank=0,

@@ -152,7 +152,7 @@ def test_what_a_job_trains_moves_along_when_its_calls_have_ended(play: Play) -> 
         assert one.homes[Pool.TRAIN] == FIRST
         views = {view.wpg: view for view in daemon.shell.core.views()}
         assert views[FIRST].draining
-        assert relief.under_way.homes == ((one.id, SECOND),)
+        assert relief.under_way.what.homes == ((one.id, SECOND),)
         await copy_all(daemon, f"{hold}.0.n1".encode())
         assert rests(relief)
         assert one.homes[Pool.TRAIN] == SECOND
