@@ -54,6 +54,8 @@ class LiveHold:
     extended_us: int = 0
     extend_refused: bool = False
     idle_since_us: int | None = None
+    #: Since when all who live on it have had a place on the others.
+    vacant_since_us: int | None = None
     #: All its WPGs have been up.
     came_up: bool = False
     #: Slurm's, or why it drains or waits.

@@ -21,9 +21,6 @@ from plexrl_slurm.core.holding import (
     Release,
     Submit,
     Undrain,
-    decide,
-    excluded,
-    rest_until_us,
 )
 from plexrl_slurm.core.ids import CauseId, SlurmId, WpgId
 from plexrl_slurm.core.messages import (
@@ -33,9 +30,10 @@ from plexrl_slurm.core.messages import (
 from plexrl_slurm.daemons import hold_writes
 from plexrl_slurm.daemons.agents import AgentHub
 from plexrl_slurm.daemons.held_wpgs import HeldWpgs, LiveHold
+from plexrl_slurm.daemons.hold_book import HoldBook
 from plexrl_slurm.daemons.hold_hygiene import Hygiene
 from plexrl_slurm.daemons.hold_job import submit_hold
-from plexrl_slurm.daemons.hold_views import excluded_views, rules_of, view_of
+from plexrl_slurm.daemons.hold_views import excluded_views, view_of
 from plexrl_slurm.daemons.layout import (
     LOCALHOST,
     Found,
@@ -57,9 +55,6 @@ log = logging.getLogger(__name__)
 RELEASE_US = 10_000_000
 #: A job that nobody knows in so many answers in a row is gone.
 UNKNOWN_LOOKS = 5
-#: Pauses after submissions that failed, and holds that ended at once.
-FIRST_REST_US = 5_000_000
-LONGEST_REST_US = 600_000_000
 
 
 class HoldKeeper:
@@ -71,6 +66,7 @@ class HoldKeeper:
         self.trouble = ""
         self._parts, self._hub, self._mover, self._endpoint = parts, hub, mover, endpoint
         self._settings = parts.settings
+        self.book = HoldBook(parts.settings.hold)
         self._wpgs = HeldWpgs(parts, hub, mover)
         self._hygiene = Hygiene(parts, hub)
         self._failed_us: list[int] = []
@@ -170,15 +166,8 @@ class HoldKeeper:
         if self._closing:
             return
         now = now_us()
-        for action in decide(
-            now,
-            [self._view(hold, now) for hold in self.live.values()],
-            self._demand(),
-            rules_of(self._settings.hold),
-            not_before_us=rest_until_us(
-                self._failed_us, first_us=FIRST_REST_US, longest_us=LONGEST_REST_US
-            ),
-        ):
+        views = [self._view(hold, now) for hold in self.live.values()]
+        for action in self.book.decide(now, views, self._demand(), self._failed_us):
             await self._do(action)
 
     def _demand(self) -> Demand:
@@ -213,6 +202,7 @@ class HoldKeeper:
             ready=running and ready,
             in_use=in_use,
             idle_since_us=hold.idle_since_us,
+            vacant_since_us=hold.vacant_since_us if in_use else None,
             draining=hold.draining,
             drained=hold.draining and all(wpg in self._mover.drained for wpg in hold.wpgs),
             replaces=hold.replaces,
@@ -384,9 +374,7 @@ class HoldKeeper:
 
     async def _submit(self, action: Submit) -> None:
         settings, parts = self._settings, self._parts
-        out = excluded(
-            now_us(), self._wpgs.faults, settings.hold.exclude_after, settings.hold.exclude_us
-        )
+        out = self.book.left_out(now_us(), self._wpgs.faults)
         try:
             name = await parts.store.run(rows.next_hold_id)
             if name in self.live:
@@ -398,7 +386,7 @@ class HoldKeeper:
                 settings,
                 name,
                 endpoint=self._endpoint,
-                exclude=sorted(out),
+                exclude=out,
             )
         except DatabaseUnavailable as problem:
             self.trouble = str(problem)

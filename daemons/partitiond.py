@@ -31,6 +31,7 @@ from plexrl_slurm.daemons.accounting import Accounting
 from plexrl_slurm.daemons.agents import AgentHub
 from plexrl_slurm.daemons.damaged_images import DamagedImages
 from plexrl_slurm.daemons.durable_scrubber import DurableScrubber
+from plexrl_slurm.daemons.hold_book import keep_rules
 from plexrl_slurm.daemons.hold_hygiene import refuse_others
 from plexrl_slurm.daemons.holds import HoldKeeper
 from plexrl_slurm.daemons.image_stories import LINES, MOVES
@@ -154,6 +155,7 @@ class Daemon:
             prior=SwitchCosts(),
             queue=config.queue.rules(joins_first=config.sharing.joins_first),
             leaving=config.sharing.leaving,
+            holds=keep_rules(config.hold),
             hold_us=config.hold_us,
             image_every=config.image_every,
             durable_every=config.hold.durable_every if config.durable else None,
@@ -209,6 +211,7 @@ class Daemon:
         relief.journal = core
         shell.on_drained, parts.habits.on_news = relief.drained, relief.heard_news
         keeper = parts.holds = HoldKeeper(parts, hub, mover, endpoint=endpoint)
+        keeper.book.journal = core
         if config.backend == "slurm":
             await watch.look()
             refuse_others(config, watch.jobs)

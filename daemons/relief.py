@@ -1,5 +1,6 @@
 """Moves jobs to other WPGs: when promises are predicted to break where they are, and so that a
-training WPG is free for somebody who waits.
+training WPG is free for somebody who waits. Where nobody does, it tells the keeper of holds which
+one all could leave.
 
 That costs a pause of the whole WPG: it is drained, so that every image there is durable and no call
 is under way (decision 0015), jobs move, and the others go on. One WPG at a time, and rarely.
@@ -7,13 +8,14 @@ is under way (decision 0015), jobs move, and the others go on. One WPG at a time
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
 from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.ground import News
 from plexrl_slurm.core.grouping import Placement
+from plexrl_slurm.core.holding import HoldPhase
 from plexrl_slurm.core.ids import CauseId, JobId, WpgId
 from plexrl_slurm.core.leaving import Leaves, Leaving, Stays, still_right
 from plexrl_slurm.core.messages import Pool, WpgDraining, WpgResumed
@@ -53,6 +55,16 @@ class LeaveJournal(Protocol):
     ) -> None:
         """Somebody leaves one of the WPGs ``asked`` (``None``: any, to make it empty), or not."""
 
+    def vacated(
+        self,
+        news: News,
+        stays: Stays,
+        at_us: int,
+        holds: Sequence[tuple[str, Sequence[WpgId]]],
+        found: str | None,
+    ) -> None:
+        """Everybody could leave one of these holds, or none."""
+
     def still(self, news: News, right: bool) -> None:
         """What was decided the last time would be decided now, or not."""
 
@@ -69,6 +81,8 @@ class Relief:
         self.journal: LeaveJournal | None = None
         self._moved_us: dict[JobId, int] = {}
         self._merged_us: int | None = None
+        #: The hold that all could leave.
+        self._vacant: str | None = None
         #: Since when each has been where it is, and what of that the journal has.
         self._since_us: dict[JobId, int] = {}
         self._told_us: dict[JobId, int] = {}
@@ -132,21 +146,51 @@ class Relief:
                     yield home
 
     def _look_for_merge(self) -> None:
-        """Make a training WPG free, where somebody waits for room or a hold could be given back."""
+        """Make a training WPG free where somebody waits for room; else see whether a hold could be
+        given back."""
         now, parts = now_us(), self._parts
         early = self._merged_us is not None and 0 <= now - self._merged_us < MERGE_US
+        waits = parts.state.waiting_since_us is not None
+        if waits:
+            self._tell_vacant(None, now)
         if not self._sharing.merge or early:
             return
-        waits = parts.state.waiting_since_us is not None
-        if not waits and (parts.holds is None or len(parts.holds.live) < 2):
+        if not waits:
+            self._look_for_vacant()
             return
         self._merged_us = now
         leaves, at_us = self._leaves()
         found = leaves.merged()
         self._note(at_us, None, found)
         if found is not None:
-            whom = "jobs that wait" if waits else "other partitions"
-            self._begin(found, f"so that {found.wpg} is free for {whom}")
+            self._begin(found, f"so that {found.wpg} is free for jobs that wait")
+
+    def _look_for_vacant(self) -> None:
+        """Whether all could leave one of the holds; the keeper lets it go after a while."""
+        keeper, rules = self._parts.holds, self._parts.settings.hold
+        if keeper is None or not rules.idle_release_us or len(keeper.live) <= max(1, rules.min):
+            self._tell_vacant(None, 0)
+            return
+        holds = [
+            (hold.id, tuple(hold.wpgs))
+            for hold in keeper.live.values()
+            if hold.phase is HoldPhase.RUNNING and not hold.draining
+        ]
+        leaves, self._merged_us = self._leaves()
+        found = leaves.vacated(holds)
+        if self.journal is not None and found != self._vacant:
+            news = self._parts.placer.residents.news()
+            self.journal.vacated(news, self._stays(), self._merged_us, holds, found)
+        self._tell_vacant(found, self._merged_us)
+
+    def _tell_vacant(self, found: str | None, at_us: int) -> None:
+        self._vacant, keeper = found, self._parts.holds
+        for hold in () if keeper is None else keeper.live.values():
+            since_us = hold.vacant_since_us
+            if hold.id != found:
+                hold.vacant_since_us = None
+            elif since_us is None or since_us > at_us:
+                hold.vacant_since_us = at_us
 
     def _leaves(self) -> tuple[Leaves, int]:
         """What may be decided now, and when that is."""
@@ -162,12 +206,16 @@ class Relief:
     def _note(self, at_us: int, asked: list[WpgId] | None, found: Leaving | None) -> None:
         if self.journal is None or asked == []:
             return
+        news = self._parts.placer.residents.news()
+        self.journal.left(news, self._stays(), at_us, asked, found)
+
+    def _stays(self) -> Stays:
+        """What no journal has yet."""
         told, self._told_us = self._told_us, self._since_us
-        stays = Stays(
+        return Stays(
             since_us={job: at for job, at in self._told_us.items() if told.get(job) != at},
             gone=tuple(job for job in told if job not in self._told_us),
         )
-        self.journal.left(self._parts.placer.residents.news(), stays, at_us, asked, found)
 
     def _still_right(self, found: Leaving) -> bool:
         """Whether it would be decided again; others have come and gone meanwhile."""
@@ -193,6 +241,7 @@ class Relief:
 
     def _begin(self, what: Leaving, why: str) -> None:
         now, wpg, homes = now_us(), what.wpg, what.homes
+        self._tell_vacant(None, now)  # until somebody has looked again
         say(log, "relief_begins", wpg=wpg, homes=homes, why=why)
         pool = self._parts.placer.wpgs[wpg].wpg.pool
         self.under_way = UnderWay(what=what, pool=pool, why=why, since_us=now)

@@ -11,6 +11,9 @@ is; every other is an array, and decided again is what these say:
 - ``relieve``, ``merge``: who leaves which WPG so that promises are kept, or so that it is empty, of
   the WPGs that were asked for, on the ground that ``ground`` lines tell and of those who may, which
   ``stays`` lines tell; ``still``: whether that was right when the WPG was drained;
+- ``vacate``: which of some holds, with their WPGs, everybody could leave for the others;
+- ``hold``: what was to be done with the holds, of what had changed of them; ``exclude``: the nodes
+  that the next one was not to have, after faults of which these are new.
 
 A core made the same and told the same must decide the same: it has no clock, no randomness and no
 I/O.
@@ -30,6 +33,8 @@ from plexrl_slurm.core.costs import SwitchCosts
 from plexrl_slurm.core.dues import Dues
 from plexrl_slurm.core.errors import BadInput, BadScript
 from plexrl_slurm.core.ground import Answer, Ground, News, Wish
+from plexrl_slurm.core.hold_news import HoldNews, KeepRules, left_out, to_do
+from plexrl_slurm.core.holding import Fault, HoldAction, HoldView
 from plexrl_slurm.core.ids import CauseId, JobId, WpgId
 from plexrl_slurm.core.leaving import LeaveRules, Leaves, Leaving, Stays, still_right
 from plexrl_slurm.core.limits import HeldKind, Subject
@@ -63,6 +68,7 @@ class Site:
 
     queue: QueueRules = field(default_factory=QueueRules)
     leaving: LeaveRules = field(default_factory=LeaveRules)
+    holds: KeepRules = field(default_factory=KeepRules)
 
 
 _EVENTS: Final[dict[str, Any]] = {kind.__name__: kind for kind in get_args(AnyEvent)}
@@ -80,6 +86,7 @@ class JournalledCore(SchedulerCore):
         prior: SwitchCosts,
         queue: QueueRules | None = None,
         leaving: LeaveRules | None = None,
+        holds: KeepRules | None = None,
         **options: Any,
     ) -> None:
         """``options``: of :class:`SchedulerCore`, beside the policy and the costs."""
@@ -95,7 +102,11 @@ class JournalledCore(SchedulerCore):
             self._file = path.open("wb")
         except OSError as error:
             self._end(f"cannot be opened ({error.strerror})")
-        site = Site(queue=queue or QueueRules(), leaving=leaving or LeaveRules())
+        site = Site(
+            queue=queue or QueueRules(),
+            leaving=leaving or LeaveRules(),
+            holds=holds or KeepRules(),
+        )
         self._write(["core", FORMAT, policy.name, options, site])
 
     def handle(self, event: AnyEvent) -> list[AnyInstruction]:
@@ -144,6 +155,28 @@ class JournalledCore(SchedulerCore):
     def refused(self, refused: Refused) -> None:
         """A job was over a limit when it came."""
         self._write(["refuse", refused.subject, refused.submitted, refused.kind])
+
+    def vacated(
+        self,
+        news: News,
+        stays: Stays,
+        at_us: int,
+        holds: Sequence[tuple[str, Sequence[WpgId]]],
+        found: str | None,
+    ) -> None:
+        """Everybody could leave one of these holds, or none."""
+        self.grounded(news)
+        if stays:
+            self._write(["stays", stays])
+        self._write(["vacate", at_us, holds, found])
+
+    def held(self, news: HoldNews, at_us: int, actions: Sequence[HoldAction]) -> None:
+        """What is to be done with the holds."""
+        self._write(["hold", at_us, news, _named(actions)])
+
+    def excluded(self, faults: Sequence[Fault], at_us: int, nodes: list[str]) -> None:
+        """The next hold is not to have some nodes; ``faults`` that were not told yet."""
+        self._write(["exclude", at_us, faults, nodes])
 
     def close(self) -> None:
         """Nothing more is written."""
@@ -212,6 +245,8 @@ class _Again:
         self._found: set[JobId] = set()
         self._since_us: dict[JobId, int] = {}
         self._leaving: Leaving | None = None
+        self._holds: dict[str, HoldView] = {}
+        self._faults: list[Fault] = []
 
     def decide(self, line: list[Any]) -> tuple[Any, Any]:
         """What was said, and what is said now. Raises ``BadInput`` for facts that contradict each
@@ -254,16 +289,36 @@ class _Again:
             if self._leaving is None:
                 raise BadInput("a WPG was drained, and no line says who leaves it")
             return said, still_right(self._ground.open, self._site.leaving, self._leaving)
+        if verb == "vacate":
+            at_us, holds = msgspec.convert(told, tuple[int, list[tuple[str, list[WpgId]]]])
+            return said, self._leaves(at_us).vacated(holds)
+        if verb == "hold":
+            at_us, changed = msgspec.convert(told, tuple[int, HoldNews])
+            return said, _named(self._hold(at_us, changed))
+        if verb == "exclude":
+            at_us, faults = msgspec.convert(told, tuple[int, list[Fault]])
+            self._faults += faults
+            return said, left_out(at_us, self._faults, self._site.holds)
         raise ValueError(f"unknown verb {verb!r}")
 
+    def _leaves(self, at_us: int) -> Leaves:
+        return Leaves(self._site.leaving, self._ground.open, self._since_us, at_us)
+
     def _leave(self, verb: str, at_us: int, asked: Any = None) -> Any:
-        leaves = Leaves(self._site.leaving, self._ground.open, self._since_us, at_us)
+        leaves = self._leaves(at_us)
         if verb == "merge":
             found = leaves.merged()
         else:
             found = leaves.relieved(msgspec.convert(asked, list[WpgId]))
         self._leaving = found or self._leaving
         return None if found is None else (found.wpg, found.homes)
+
+    def _hold(self, at_us: int, news: HoldNews) -> Sequence[HoldAction]:
+        self._holds.update((each.id, each) for each in news.holds)
+        for name in news.gone:
+            del self._holds[name]
+        views = self._holds.values()
+        return to_do(at_us, views, news.demand, news.failed_us, self._site.holds)
 
     def _hear(self, news: QueueNews) -> None:
         self._jobs.update((each.job, each) for each in news.jobs)
@@ -300,7 +355,7 @@ def _made(path: Path, line: bytes) -> _Again:
         raise BadScript(str(path), 1, "does not begin like a journal of plexrl") from error
 
 
-def _named(out: list[AnyInstruction]) -> list[Any]:
+def _named(out: Sequence[AnyInstruction | HoldAction]) -> list[Any]:
     return [[type(order).__name__, order] for order in out]
 
 

@@ -29,6 +29,11 @@ SITES = [
     *(site(f"train-{number}") for number in range(5)),
     *(site(f"rollout-{number}", Pool.ROLLOUT) for number in range(5)),
 ]
+#: Two holds.
+HOLDS = [
+    ("h0", [WpgId(f"{pool}-{number}") for pool in Pool for number in (0, 1, 2)]),
+    ("h1", [WpgId(f"{pool}-{number}") for pool in Pool for number in (3, 4)]),
+]
 RULES = LeaveRules(rules=FIT, regroup_us=600 * S)
 QUEUE = QueueRules(reservation=Reservation(wpgs=1))
 
@@ -47,6 +52,7 @@ class Town:
         self.told_us: dict[JobId, int] = {}
         #: How often each was decided.
         self.counts: dict[str, int] = {}
+        self.vacant: str | None = None
         self.hear(News(sites=tuple(SITES)))
 
     def hear(self, news: News) -> None:
@@ -97,6 +103,11 @@ class Town:
         if found is None:
             found = leaves.merged()
             self.note(None, found)
+        vacant = leaves.vacated(HOLDS)
+        if vacant != self.vacant:
+            self.vacant = vacant
+            self.core.vacated(News(), Stays(), self.now_us, HOLDS, vacant)
+            self.count("vacate", vacant is not None)
         if found is not None:
             self.drained(found)
 
@@ -133,7 +144,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     town = Town(path, seed=1)
     town.live(400)
     assert town.counts.keys() == {
-        f"{what} {said}" for what in ("relieve", "merge", "still") for said in (True, False)
+        f"{what} {said}"
+        for what in ("relieve", "merge", "still", "vacate")
+        for said in (True, False)
     }, town.counts  # fmt: skip
     return path.read_bytes()
 
@@ -206,6 +219,13 @@ def _merged_too_early(line: list[Any]) -> bool:
     return True
 
 
+def _another_hold(line: list[Any]) -> bool:
+    if line[0] != "vacate" or line[3] is None:
+        return False
+    line[3] = "h1" if line[3] == "h0" else "h0"
+    return True
+
+
 def _was_not_right(line: list[Any]) -> bool:
     if line[0] != "still":
         return False
@@ -217,7 +237,7 @@ def _was_not_right(line: list[Any]) -> bool:
     "tamper",
     [
         _nobody_left, _left_for_another, _somebody_left, _was_asked_for_another, _nothing_merged,
-        _merged_too_early, _was_not_right,
+        _merged_too_early, _was_not_right, _another_hold,
     ],
 )  # fmt: skip
 def test_a_decision_that_was_changed_is_told_with_its_line_and_both(
@@ -247,13 +267,13 @@ def _habits(line: list[Any]) -> bool:
     for each in line[1]["settled"] if line[0] == "ground" else ():
         for habits in each["who"]["habits"].values():
             habits["train"]["phase_us"] = 1
-    return line[0] == "ground"
+    return bool(line[0] == "ground")
 
 
 def _ends(line: list[Any]) -> bool:
     for each in line[1]["ends"] if line[0] == "ground" else ():
         each[1] = 1
-    return line[0] == "ground"
+    return bool(line[0] == "ground")
 
 
 @pytest.mark.parametrize("tamper", [_has_just_come, _habits, _ends])
@@ -286,6 +306,7 @@ def test_other_rules_decide_otherwise(tmp_path: Path, written: bytes) -> None:
         b'["stays",{"gone":[4]}]',
         b'["ground",{"ends":[[4,1]]}]',
         b'["merge"]',
+        b'["vacate",1,["h0"],null]',
     ],
 )
 def test_what_is_no_line_is_told(tmp_path: Path, line: bytes) -> None:

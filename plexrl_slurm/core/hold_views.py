@@ -43,6 +43,9 @@ class HoldView:
     in_use: bool = False
     #: Since when nothing has lived on it; ``None``: something does, or it has not been up yet.
     idle_since_us: int | None = None
+    #: Since when everybody who lives on it would have found a place on the others, with every
+    #: promise kept; ``None``: somebody would not, or nobody lives on it.
+    vacant_since_us: int | None = None
     #: It gets nothing new, and what lives on it moves away.
     draining: bool = False
     #: Nothing is left on it.

@@ -74,6 +74,8 @@ def next_look_us(
             times += [hold.limit_end_us - each_us for each_us in before]
         if hold.idle_since_us is not None:
             times.append(hold.idle_since_us + rules.idle_release_us)
+        if hold.vacant_since_us is not None:
+            times.append(hold.vacant_since_us + rules.idle_release_us)
         times += [hold.submitted_us + rules.idle_release_us, hold.submitted_us + rules.call_us]
     return min((at_us for at_us in times if at_us > now_us), default=None)
 
@@ -135,18 +137,22 @@ class _Decision:
             self._actions.append(Undrain(hold=hold.id, reason=reason))
 
     def _let_go(self, hold: HoldView, why: str) -> None:
-        """Pending: at once. Running: when nothing lives on it, at the latest before its limit."""
+        """Pending: at once. Running: when nothing has to live on it, at the latest before its
+        limit."""
         if hold.phase is HoldPhase.PENDING:
             self._release(hold, f"it has not started, and {why}")
-        elif self._idle_since_us(hold) is not None or self._is_late(hold) or _faulty(hold):
+        elif self._unneeded_since_us(hold) is not None or self._is_late(hold) or _faulty(hold):
             self._drain(hold, why)
 
     def _spare_it(self, hold: HoldView) -> None:
         """Nobody needs it now: given back after a while, and not renewed until then."""
-        since_us = self._idle_since_us(hold)
+        since_us = self._unneeded_since_us(hold)
         if since_us is not None and self._now_us >= since_us + self._rules.idle_release_us:
             idle_s = self._rules.idle_release_us / 1e6
-            self._let_go(hold, f"nothing has needed it for {idle_s:g} s")
+            if self._idle_since_us(hold) is not None:
+                self._let_go(hold, f"nothing has needed it for {idle_s:g} s")
+            else:
+                self._let_go(hold, f"others have had room for all who live on it for {idle_s:g} s")
         elif self._is_late(hold) or _faulty(hold):
             self._let_go(hold, "nothing needs it, so it is not renewed")
 
@@ -227,7 +233,8 @@ class _Decision:
         return {hold.id for hold in sorted(self._staying, key=order)[:many]}
 
     def _choose_spare(self) -> set[str]:
-        """Idle holds above ``min``: those that had to be renewed, then the youngest."""
+        """Idle holds above ``min``: those that had to be renewed, then the youngest; if there are
+        none, one that all can leave."""
         many = len(self._staying) - len(self._excess) - self._rules.min
         if self._demand or self._rules.idle_release_us == 0 or many < 1:
             return set()
@@ -242,6 +249,9 @@ class _Decision:
                 hold.phase is HoldPhase.RUNNING,
             )
         )
+        if not idle:
+            left = [hold for hold in self._staying if hold.id not in self._excess]
+            idle = [hold for hold in left if self._unneeded_since_us(hold) is not None][:1]
         return {hold.id for hold in idle[:many]}
 
     def _needs_more(self) -> bool:
@@ -320,6 +330,12 @@ class _Decision:
         if len(known) < len(running):
             return None
         return max(known, default=hold.submitted_us)
+
+    def _unneeded_since_us(self, hold: HoldView) -> int | None:
+        """Since when it is idle, or, for one that nothing replaces, since when all can leave it."""
+        idle_us = self._idle_since_us(hold)
+        alone = hold.replaces not in self._by_id and hold.id not in self._successors
+        return hold.vacant_since_us if idle_us is None and alone else idle_us
 
     def _has_room(self, hold: HoldView) -> bool:
         """A whole hold is empty: what waits goes there, or would fit on no hold."""

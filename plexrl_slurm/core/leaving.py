@@ -1,15 +1,17 @@
 """Who leaves a WPG now, of those who may: decided from what a journal holds. Pure.
 
-:mod:`plexrl_slurm.core.relief` decides; this asks it about a partition as it is at an instant.
+:mod:`plexrl_slurm.core.relief` and :mod:`plexrl_slurm.core.vacating` decide; this asks them about a
+partition as it is at an instant.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from plexrl_slurm.core.grouping import Rules
 from plexrl_slurm.core.ids import JobId, WpgId
 from plexrl_slurm.core.relief import merge, relieve
 from plexrl_slurm.core.sites import Partition
+from plexrl_slurm.core.vacating import vacant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +78,10 @@ class Leaves:
         if found is None:
             return None
         return Leaving(wpg=found.wpg, homes=found.homes, merges=True)
+
+    def vacated(self, holds: Sequence[tuple[str, Sequence[WpgId]]]) -> str | None:
+        """Of holds with these WPGs, one that all can leave for the others."""
+        return vacant(self._partition, holds, self._rules.rules, self.may_leave)
 
 
 def still_right(partition: Partition, rules: LeaveRules, before: Leaving) -> bool:

@@ -91,6 +91,32 @@ Case = tuple[str, HoldRules, list[HoldView], Demand, list[HoldAction]]
 _DRAINING: dict[str, Any] = {"draining": True}
 _DRAINED: dict[str, Any] = {"draining": True, "drained": True, "idle_s": 1}
 
+#: All could leave it since then.
+_LEFT: dict[str, Any] = {"vacant_since_us": NOW - 600 * SECOND}
+
+VACANT: list[Case] = [
+    ("a hold that all could leave for long is drained", ELASTIC, [up(), up("h2", **_LEFT)], NOBODY,
+     [drain("h2")]),
+    ("all could leave it, but not for long yet", replace(ELASTIC, idle_release_us=601 * SECOND),
+     [up(), up("h2", **_LEFT)], NOBODY, []),
+    ("one that is empty goes first, and only that", ELASTIC,
+     [up("h1", **_LEFT), up("h2", idle_s=601), up("h3")], NOBODY, [drain("h2")]),
+    ("an empty one that stays for a while keeps the other", ELASTIC,
+     [up("h1", **_LEFT), up("h2", idle_s=1), up("h3")], NOBODY, []),
+    ("one at a time", ELASTIC, [up("h1", **_LEFT), up("h2", **_LEFT), up("h3")], NOBODY,
+     [drain("h1")]),
+    ("not while somebody waits", ELASTIC, [up(), up("h2", **_LEFT)], waits(1), []),
+    ("not below the least", replace(ELASTIC, min=2), [up(), up("h2", **_LEFT)], NOBODY, []),
+    ("not where idle ones stay", replace(ELASTIC, idle_release_us=0),
+     [up(), up("h2", **_LEFT)], NOBODY, []),
+    ("it is not renewed meanwhile", ELASTIC, [up(), up("h2", left_s=800, **_LEFT)],
+     NOBODY, [drain("h2")]),
+    ("one that is being replaced is its successor's", ELASTIC,
+     [up(), up("h2", left_s=800, **_LEFT), pending("h3", replaces="h2")], NOBODY, []),
+    ("of too many one that all can leave goes before its time", replace(RULES, max=1),
+     [up("h1"), up("h2", left_s=2_000, vacant_since_us=NOW)], NOBODY, [drain("h2")]),
+]  # fmt: skip
+
 HOW_MANY: list[Case] = [
     ("nothing is held: the least is asked for at once", replace(RULES, min=2), [], NOBODY,
      [SUBMIT, SUBMIT]),
@@ -245,7 +271,7 @@ LOSS: list[Case] = [
 
 @pytest.mark.parametrize(
     ("rules", "holds", "demand", "actions"),
-    [pytest.param(*case[1:], id=case[0]) for case in [*HOW_MANY, *FEWER, *RENEWAL, *LOSS]],
+    [pytest.param(*case[1:], id=case[0]) for case in [*HOW_MANY, *FEWER, *VACANT, *RENEWAL, *LOSS]],
 )
 def test_decision(
     rules: HoldRules, holds: list[HoldView], demand: Demand, actions: list[HoldAction]
@@ -273,6 +299,7 @@ def test_nothing_is_submitted_while_failures_rest() -> None:
         pytest.param([up(left_s=400)], NOBODY, 100, id="last call"),
         pytest.param([up(left_s=200)], NOBODY, 50, id="Slurm's last chance to extend"),
         pytest.param([up(idle_s=500)], NOBODY, 100, id="idle for long"),
+        pytest.param([up(vacant_since_us=NOW - 500 * SECOND)], NOBODY, 100, id="all could leave"),
         pytest.param([pending(for_s=550)], NOBODY, 50, id="pending for long"),
         pytest.param([pending(for_s=250)], NOBODY, 50, id="a useless one waits long enough"),
     ],

@@ -86,7 +86,20 @@ class ToySlurm:
                 view, in_use=used, idle_since_us=idle, drained=view.draining and not used
             )
             shown.append(hold.view)
+        left = self._all_could_leave()
+        for number, view in enumerate(shown):
+            since_us = self.now_us if view.vacant_since_us is None else view.vacant_since_us
+            vacant = replace(view, vacant_since_us=since_us if view.id == left else None)
+            shown[number] = self.holds[view.id].view = vacant
         return shown
+
+    def _all_could_leave(self) -> str | None:
+        used = [hold for hold in self.holds.values() if is_open(hold.view) and hold.living]
+        for hold in sorted(used, key=lambda each: len(each.living)):
+            room = sum(SLOTS - len(other.living) for other in used if other is not hold)
+            if len(hold.living) <= room:
+                return hold.view.id
+        return None
 
     def demand(self) -> Demand:
         since_us = min(self.waiting.values(), default=None)
