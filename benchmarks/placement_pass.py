@@ -8,6 +8,7 @@ wall time of passes, which write to the database.
 
 import argparse
 import asyncio
+import gc
 import random
 import tempfile
 from dataclasses import replace
@@ -23,6 +24,7 @@ from plexrl_slurm.core.messages import Pool, Wpg
 from plexrl_slurm.core.policy import find_policy
 from plexrl_slurm.core.predict import Profile
 from plexrl_slurm.core.profiles import Habits
+from plexrl_slurm.daemons.garbage import keep_what_is_there
 from plexrl_slurm.daemons.intake import Intake
 from plexrl_slurm.daemons.layout import HeldWpg, Place, Seat, WpgSlot
 from plexrl_slurm.daemons.learning import HabitBook, LearningCore
@@ -80,6 +82,7 @@ async def measure(folder: Path, jobs: int, waiting: int, shapes: Any) -> None:
         turns = intake._turns
         timed = Timed(bench.parts.placer)
         placer: Placer = bench.parts.placer
+        keep_what_is_there()  # as the daemon does before it serves
         await fill(bench, rng, book, jobs, waiting)
         wpgs = len(placer.wpgs)
         print(f"{wpgs:,} WPGs on {GPUS:,} GPUs, {len(bench.state.jobs):,} jobs with a place")
@@ -101,6 +104,9 @@ async def measure(folder: Path, jobs: int, waiting: int, shapes: Any) -> None:
             if found:
                 tell(f"pass, {kind}: CPU", [cpu for cpu, _ in found])
                 tell(f"pass, {kind}: wall", [wall for _, wall in found])
+        begin = thread_time_ns()
+        gc.collect()
+        print(f"a look for garbage in all of it: {(thread_time_ns() - begin) / 1e6:.1f} ms")
         size = sum(path.stat().st_size for path in (folder / "journal").iterdir())
         print(f"journal: {size / 2**20:.1f} MiB")
         bench.parts.core.close()

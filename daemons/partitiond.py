@@ -31,6 +31,7 @@ from plexrl_slurm.daemons.accounting import Accounting
 from plexrl_slurm.daemons.agents import AgentHub
 from plexrl_slurm.daemons.damaged_images import DamagedImages
 from plexrl_slurm.daemons.durable_scrubber import DurableScrubber
+from plexrl_slurm.daemons.garbage import keep_what_is_there
 from plexrl_slurm.daemons.hold_book import keep_rules
 from plexrl_slurm.daemons.hold_hygiene import refuse_others
 from plexrl_slurm.daemons.holds import HoldKeeper
@@ -229,6 +230,7 @@ class Daemon:
         parts.url = config.url or _url(config, serving.port)
         _remember_port(config, serving.port)
         say(log, "serving", partition=config.partition, url=parts.url, holds=sorted(keeper.live))
+        keep_what_is_there()
         intake = Intake(parts, service)
         running: list[Coroutine[Any, Any, Any]] = [
             writer.run(),
