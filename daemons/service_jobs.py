@@ -20,6 +20,7 @@ from plexrl_slurm.daemons.job_views import call_kinds, job_views
 from plexrl_slurm.daemons.service_queue import QueueCalls
 from plexrl_slurm.daemons.service_submission import hashed
 from plexrl_slurm.daemons.state import LiveJob, LiveSession, Wait
+from plexrl_slurm.daemons.tail_views import tail_views
 from plexrl_slurm.daemons.wpg_views import wpg_views
 from plexrl_slurm.db import calls, deployments, holds, ledger, queue
 from plexrl_slurm.db.models import CallRow, CallState, JobRow
@@ -235,9 +236,11 @@ class PartitionService(QueueCalls):
             ended=ended,
             now_us=self.now_us(),
         )
+        tails = tail_views(self.shell.core.views(), self.asker())
         for row in rows:
             live = self.state.jobs.get(JobId(row["job_id"]))
             row["wpgs"] = sorted(live.homes.values()) if live is not None else []
+            row["beside"] = tails.get(JobId(row["job_id"]), [])
             self._say_more(row)
         return rows
 

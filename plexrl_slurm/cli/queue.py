@@ -84,7 +84,7 @@ def _running_us(job: Mapping[str, Any]) -> int:
 
 def _where(job: Mapping[str, Any], *, whole: bool) -> str:
     if job["state"] == "running" and job["wpgs"]:
-        return ",".join(job["wpgs"])
+        return ",".join(job["wpgs"]) + _tails(job, whole=whole)
     word, reason = str(job.get("reason_word") or ""), str(job["reason"] or "None")
     if word and not whole:
         return f"({word})"
@@ -93,6 +93,13 @@ def _where(job: Mapping[str, Any], *, whole: bool) -> str:
     if not whole and len(reason) > _REASON_WIDTH:
         reason = f"{reason[: _REASON_WIDTH - 3].rstrip(' ,:;')}..."
     return f"({reason})"
+
+
+def _tails(job: Mapping[str, Any], *, whole: bool) -> str:
+    """That its last samples run beside another job's, or it beside those of one."""
+    beside = job.get("beside") or ()
+    words = "; ".join(f"{e['word']}: {e['sentence']}" if whole else e["word"] for e in beside)
+    return f"({words})" if words else ""
 
 
 def _find(
