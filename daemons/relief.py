@@ -165,17 +165,20 @@ class Relief:
         merges: bool,
     ) -> None:
         now = now_us()
-        say(log, "relief_begins", wpg=wpg, homes=homes, why=why)
+        say(log, "relief_begins", wpg=wpg, homes=self._named(homes), why=why)
         self.under_way = UnderWay(
             wpg=wpg, pool=pool, homes=homes, why=why, merges=merges, since_us=now
         )
         for job, home in homes:
             text = f"{wpg} is drained for a moment: the job moves to {home}, {why}"
             self._parts.writer.add(_note, job, text, now, lazy=True)
-        jobs = self._parts.state.jobs
-        who = ", ".join(f"job {jobs[job].slurm_id}" for job, _ in homes)
+        who = ", ".join(f"job {self._parts.state.number(job)}" for job, _ in homes)
         cause = CauseId(f"{who} {'leaves' if len(homes) == 1 else 'leave'} {wpg}, {why}")
         self._parts.shell.feed(WpgDraining(at_us=now, cause=cause, wpg=wpg, relief=why))
+
+    def _named(self, homes: tuple[tuple[JobId, WpgId], ...]) -> dict[str, WpgId]:
+        """As people call the jobs."""
+        return {self._parts.state.number(job): home for job, home in homes}
 
     def _look_after(self, found: UnderWay) -> None:
         placer, now = self._parts.placer, now_us()
@@ -189,7 +192,7 @@ class Relief:
 
     def _end(self, found: UnderWay, how: str) -> None:
         self.under_way = None
-        say(log, "relief_ends", wpg=found.wpg, homes=found.homes, how=how)
+        say(log, "relief_ends", wpg=found.wpg, homes=self._named(found.homes), how=how)
         # One that is to be given back now, or is gone, is somebody else's.
         if found.wpg in self._parts.placer.wpgs and found.wpg not in self._parts.placer.draining:
             cause = CauseId(f"{found.wpg} goes on")
