@@ -198,17 +198,21 @@ def squeue(
 
 
 def _with_starts(app: App, jobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Soonest first, then those of which nobody can tell."""
+    """Soonest first, then those of which nobody can tell; at once, as the queue has them."""
     with app.client() as client:
         starts = {int(each["job_id"]): each for each in client.starts()}
+    place = {job: number for number, job in enumerate(starts)}
     known = ("start_us", "unknown", "sentence")
     found = [
         job | {f"expected_{key}": starts.get(int(job["job_id"]), {}).get(key) for key in known}
         for job in jobs
     ]
-    return sorted(
-        found, key=lambda job: (job["expected_start_us"] is None, job["expected_start_us"] or 0)
-    )
+
+    def key(job: Mapping[str, Any]) -> tuple[bool, int, int]:
+        at_us = job["expected_start_us"]
+        return at_us is None, at_us or 0, place.get(int(job["job_id"]), len(place))
+
+    return sorted(found, key=key)
 
 
 def _start(job: Mapping[str, Any]) -> str:
