@@ -50,9 +50,9 @@ def learn(job: Job, number: int, steps: int) -> list[Any]:
         seen.append(sorted(training.optim_step(adam).result().metrics.items()))
     training.save_state("end").result()
     root = job.partition.folder / "state" / "checkpoints"
-    files = sorted(root.glob(f"s{job.id}-*/*/end/*.safetensors"))
+    files = sorted(root.glob(f"job{job.slurm_id}-*/*/end/*.safetensors"))
     if not files:
-        raise SystemExit(f"job {job.id} left no checkpoint in {root}")
+        raise SystemExit(f"job {job.slurm_id} left no checkpoint in {root}")
     return [*seen, [hashlib.sha256(path.read_bytes()).hexdigest() for path in files]]
 
 

@@ -51,7 +51,7 @@ class Controller:
 
 def images(partition: Partition, controllers: Sequence[Controller]) -> list[SlabHeader]:
     """The newest complete image of every deployment that is somebody's."""
-    alive = tuple(f"s{controller.job.id}-" for controller in controllers)
+    alive = tuple(f"job{controller.job.slurm_id}-" for controller in controllers)
     found: dict[str, SlabHeader] = {}
     for path in partition.images():
         try:

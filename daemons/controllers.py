@@ -217,7 +217,7 @@ class Controllers:
         if status.state is SlurmState.RUNNING and status.start_us is not None:
             since_us = status.start_us
         restarts = max(job.restarts + 1, status.restarts)
-        say(log, "controller_requeued", job=job.id, slurm_id=job.slurm_id, reason=status.reason)
+        say(log, "controller_requeued", job=job.slurm_id, reason=status.reason)
         for session in list(self._parts.state.sessions.values()):
             if session.job == job.id and session.opened_us < since_us:
                 self._service.end_session(session, reason="Slurm requeued its controller")

@@ -1,12 +1,15 @@
 """The partition in a dry run, for expected starts: a copy that other threads may work on."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from plexrl_slurm.core.admission import Placement, place
 from plexrl_slurm.core.errors import ModelTooLarge
+from plexrl_slurm.core.expected_start import Entry
 from plexrl_slurm.core.grouping import Rules
 from plexrl_slurm.core.ids import JobId
 from plexrl_slurm.core.limits import Subject, Tally
+from plexrl_slurm.core.messages import Pool
+from plexrl_slurm.core.obstacles import Obstacle, ObstacleKind
 from plexrl_slurm.core.reservation import Reservation, open_to_all
 from plexrl_slurm.core.sites import Applicant, Partition, Settled
 
@@ -38,19 +41,22 @@ class DryRun:
     def holds(self, job: JobId) -> bool:
         return self._tally.holds(self._subjects[job]) is not None
 
-    def enter(self, job: JobId) -> bool:
-        who = self._applicants[job]
-        try:
-            found = place(who, self._seen_by(job), self._rules) if who.models else None
-        except ModelTooLarge:
-            return False
-        if found is not None:
-            if not isinstance(found, Placement):
-                return False
+    def enter(self, job: JobId, *, alone: bool) -> Entry:
+        who, seen = self._applicants[job], self._seen_by(job)
+        if who.models:
+            try:
+                found = place(who, seen, self._rules)
+                if not isinstance(found, Placement):
+                    without = found if seen is self._now else place(who, self._all(), self._rules)
+                    return Entry.KEPT if isinstance(without, Placement) else _outcome(found)
+            except ModelTooLarge:
+                return Entry.NONE
+            if not alone and not seen.members[found.homes[Pool.TRAIN]]:
+                return Entry.LATER
             self._change()
             self._settled[job] = Settled(who=who, homes=found.homes)
         self._tally.enter(self._subjects[job])
-        return True
+        return Entry.PLACED
 
     def leave(self, job: JobId) -> None:
         if self._settled.pop(job, None) is not None:
@@ -60,11 +66,19 @@ class DryRun:
     def _change(self) -> None:
         self._now = self._open = None
 
-    def _seen_by(self, job: JobId) -> Partition:
+    def _all(self) -> Partition:
         if self._now is None:
             self._now = Partition(sites=self._sites, settled=tuple(self._settled.values()))
+        return self._now
+
+    def _seen_by(self, job: JobId) -> Partition:
         if job in self._reserved or not self._reservation.any:
-            return self._now
+            return self._all()
         if self._open is None:
-            self._open = open_to_all(self._now, self._reservation, self._reserved)
+            self._open = open_to_all(self._all(), self._reservation, self._reserved)
         return self._open
+
+
+def _outcome(found: Sequence[Obstacle]) -> Entry:
+    """Nobody waits behind a job that only what is kept free keeps from a pool."""
+    return Entry.KEPT if found[0].kind is ObstacleKind.RESERVATION else Entry.NONE

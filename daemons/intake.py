@@ -105,7 +105,7 @@ class Intake:
         parts.state.jobs[job_id] = job
         if row.token_sha256 is not None:
             parts.state.tokens[row.token_sha256] = job_id
-        say(log, "job_admitted", job=job_id, slurm_id=job.slurm_id, homes=job.homes)
+        say(log, "job_admitted", job=job.slurm_id, homes=job.homes)
         await self._controllers.release(job)
 
 

@@ -111,7 +111,7 @@ class Mover:
     def _take(self, job: LiveJob, pool: Pool, old: WpgId, new: WpgId, reason: str) -> None:
         job.homes[pool] = new
         cause = CauseId(f"{reason}: {old} -> {new}")
-        say(log, "job_moves", job=job.id, pool=pool, old=old, new=new, reason=reason)
+        say(log, "job_moves", job=job.slurm_id, pool=pool, old=old, new=new, reason=reason)
         if pool is Pool.TRAIN:
             self._move_deployments(job, old, new, cause)
         else:

@@ -276,7 +276,7 @@ class Daemon:
                     exit_code=None,
                 )
             except PlexError as problem:
-                say(log, "job_not_ended", job=job.id, reason=problem)
+                say(log, "job_not_ended", job=job.slurm_id, reason=problem)
         await keeper.release_all(RELEASE_S)
 
 

@@ -242,16 +242,19 @@ class Relief:
     def _begin(self, what: Leaving, why: str) -> None:
         now, wpg, homes = now_us(), what.wpg, what.homes
         self._tell_vacant(None, now)  # until somebody has looked again
-        say(log, "relief_begins", wpg=wpg, homes=homes, why=why)
+        say(log, "relief_begins", wpg=wpg, homes=self._named(homes), why=why)
         pool = self._parts.placer.wpgs[wpg].wpg.pool
         self.under_way = UnderWay(what=what, pool=pool, why=why, since_us=now)
         for job, home in homes:
             text = f"{wpg} is drained for a moment: the job moves to {home}, {why}"
             self._parts.writer.add(_note, job, text, now, lazy=True)
-        jobs = self._parts.state.jobs
-        who = ", ".join(f"job {jobs[job].slurm_id}" for job, _ in homes)
+        who = ", ".join(f"job {self._parts.state.number(job)}" for job, _ in homes)
         cause = CauseId(f"{who} {'leaves' if len(homes) == 1 else 'leave'} {wpg}, {why}")
         self._parts.shell.feed(WpgDraining(at_us=now, cause=cause, wpg=wpg, relief=why))
+
+    def _named(self, homes: tuple[tuple[JobId, WpgId], ...]) -> dict[str, WpgId]:
+        """As people call the jobs."""
+        return {self._parts.state.number(job): home for job, home in homes}
 
     def _look_after(self, found: UnderWay) -> None:
         placer, now = self._parts.placer, now_us()
@@ -266,7 +269,7 @@ class Relief:
 
     def _end(self, found: UnderWay, how: str) -> None:
         self.under_way, wpg = None, found.what.wpg
-        say(log, "relief_ends", wpg=wpg, homes=found.what.homes, how=how)
+        say(log, "relief_ends", wpg=wpg, homes=self._named(found.what.homes), how=how)
         # One that is to be given back now, or is gone, is somebody else's.
         if wpg in self._parts.placer.wpgs and wpg not in self._parts.placer.draining:
             cause = CauseId(f"{wpg} goes on")

@@ -19,7 +19,7 @@ from plexrl_slurm.core.errors import BadInput, NotFound, StorageFull, UnknownMod
 from plexrl_slurm.core.ids import DeploymentId, JobId, WpgId
 from plexrl_slurm.daemons.service_base import Parts, file_name
 from plexrl_slurm.daemons.service_state import StateCalls
-from plexrl_slurm.db import checkpoints, deployments
+from plexrl_slurm.db import checkpoints, deployments, queue
 from plexrl_slurm.db.models import CheckpointKind
 from plexrl_slurm.memory.checkpoint import MANIFEST, Manifest, RankFile, encoded
 from plexrl_slurm.memory.files import publish_folder, storage_errors, write_bytes
@@ -39,6 +39,8 @@ class _Coming:
     model: ModelSpec
     folder: Path
     job: JobId
+    #: What its names begin with.
+    called: str
     uid: int
 
 
@@ -66,7 +68,8 @@ class ImportCalls(StateCalls):
             if not _FILE.fullmatch(name):
                 raise BadInput(f"{name!r} is no name of a safetensors file: rename it")
         model = await asyncio.to_thread(self._model_for, asked)
-        uri = _uri(job_id, model, asked.name)
+        called = await self.store.read(queue.called, job_id)
+        uri = _uri(called, model, asked.name)
         if await self.store.run(checkpoints.find_checkpoint, uri) is not None:
             raise BadInput(f"checkpoint {uri} exists: choose another --name")
         total = sum(asked.files.values())
@@ -79,7 +82,7 @@ class ImportCalls(StateCalls):
         folder = self._imports / number
         folder.mkdir(parents=True, mode=0o700)
         self._coming[number] = _Coming(
-            asked=asked, model=model, folder=folder, job=job_id, uid=row.uid
+            asked=asked, model=model, folder=folder, job=job_id, called=called, uid=row.uid
         )
         return {
             "import_id": number, "piece_bytes": LONGEST_PIECE, "model": model.name, "uri": uri,
@@ -126,11 +129,11 @@ class ImportCalls(StateCalls):
             await self.store.run(_record, coming, path, size, self.now_us())
         finally:
             self._drop(import_id)
-        uri = _uri(coming.job, coming.model, coming.asked.name)
+        uri = _uri(coming.called, coming.model, coming.asked.name)
         return {"uri": uri, "model": coming.model.name, "bytes": size}
 
     def _path(self, coming: _Coming) -> Path:
-        run = file_name(_run(coming.job, coming.model))
+        run = file_name(_run(coming.called, coming.model))
         return self.settings.state_dir / "checkpoints" / run / "weights" / coming.asked.name
 
     async def _mine(self, who: Principal, job_id: JobId, import_id: str) -> _Coming:
@@ -146,17 +149,17 @@ class ImportCalls(StateCalls):
             shutil.rmtree(coming.folder, ignore_errors=True)
 
 
-def _session(job: JobId) -> str:
+def _session(called: str) -> str:
     """Jobs' own sessions begin with 1."""
-    return f"s{job}-0"
+    return f"{called}-0"
 
 
-def _run(job: JobId, model: ModelSpec) -> DeploymentId:
-    return DeploymentId(f"{_session(job)}:import:{file_name(model.name)}")
+def _run(called: str, model: ModelSpec) -> DeploymentId:
+    return DeploymentId(f"{_session(called)}:import:{file_name(model.name)}")
 
 
-def _uri(job: JobId, model: ModelSpec, name: str) -> str:
-    return f"tinker://{_run(job, model)}/weights/{name}"
+def _uri(called: str, model: ModelSpec, name: str) -> str:
+    return f"tinker://{_run(called, model)}/weights/{name}"
 
 
 def _write(path: Path, offset: int, data: bytes) -> None:
@@ -199,7 +202,7 @@ def _publish(coming: _Coming, sums: Mapping[str, str], path: Path) -> int:
             files = [RankFile("model.safetensors", files[0].bytes, files[0].sha256)]
     check_match(coming.asked.config, dict(tensors_of(coming.folder)), coming.model)
     manifest = Manifest(
-        uri=_uri(coming.job, coming.model, coming.asked.name),
+        uri=_uri(coming.called, coming.model, coming.asked.name),
         architecture=coming.model.architecture,
         world=1,
         dtype=coming.model.dtype,
@@ -215,15 +218,15 @@ def _publish(coming: _Coming, sums: Mapping[str, str], path: Path) -> int:
 
 def _record(session: Any, coming: _Coming, path: Path, size: int, now: int) -> None:
     """The checkpoint's row; and the run that it is said to be of, which never lived."""
-    home, run = _session(coming.job), _run(coming.job, coming.model)
-    deployments.open_session(
+    run = _run(coming.called, coming.model)
+    home = deployments.open_session(
         session,
-        session_id=home,
+        session_id=_session(coming.called),
         job_id=coming.job,
         idempotency_key="imports",
         metadata={},
         now_us=now,
-    )
+    ).id
     deployments.finish_session(session, home, reason="imported", now_us=now)
     known = deployments.deployments_of(session, coming.job)
     if all(each.id != run for each in known):
@@ -246,7 +249,7 @@ def _record(session: Any, coming: _Coming, path: Path, size: int, now: int) -> N
         session,
         job_id=coming.job,
         uid=coming.uid,
-        uri=_uri(coming.job, coming.model, coming.asked.name),
+        uri=_uri(coming.called, coming.model, coming.asked.name),
         kind=CheckpointKind.WEIGHTS,
         name=coming.asked.name,
         deployment_id=run,

@@ -20,9 +20,10 @@ from plexrl_slurm.daemons.job_views import call_kinds, job_views
 from plexrl_slurm.daemons.service_queue import QueueCalls
 from plexrl_slurm.daemons.service_submission import hashed
 from plexrl_slurm.daemons.state import LiveJob, LiveSession, Wait
+from plexrl_slurm.daemons.tail_views import tail_views
 from plexrl_slurm.daemons.wpg_views import wpg_views
 from plexrl_slurm.db import calls, deployments, holds, ledger, queue
-from plexrl_slurm.db.models import CallRow, CallState, JobRow
+from plexrl_slurm.db.models import CallRow, CallState, JobRow, SessionRow
 from plexrl_slurm.logs import say
 
 log = logging.getLogger(__name__)
@@ -47,9 +48,9 @@ class PartitionService(QueueCalls):
         job = self.job_of(who)
         job.sessions += 1
         row = await self.store.run(
-            deployments.open_session,
-            session_id=f"s{job.id}-{job.sessions}",
-            job_id=job.id,
+            _open_session,
+            job.id,
+            job.sessions,
             idempotency_key=idempotency_key,
             metadata=metadata,
             now_us=self.now_us(),
@@ -235,9 +236,11 @@ class PartitionService(QueueCalls):
             ended=ended,
             now_us=self.now_us(),
         )
+        tails = tail_views(self.shell.core.views(), self.asker())
         for row in rows:
             live = self.state.jobs.get(JobId(row["job_id"]))
             row["wpgs"] = sorted(live.homes.values()) if live is not None else []
+            row["beside"] = tails.get(JobId(row["job_id"]), [])
             self._say_more(row)
         return rows
 
@@ -442,6 +445,11 @@ def _how(row: JobRow) -> str:
     if row.state in ENDED:
         return f"it is {row.state}: {row.reason or 'its controller ended'}"
     return row.reason or f"it is {row.state} and waits for nothing"
+
+
+def _open_session(session: Any, /, job: JobId, number: int, **more: Any) -> SessionRow:
+    name = f"{queue.called(session, job)}-{number}"
+    return deployments.open_session(session, session_id=name, job_id=job, **more)
 
 
 def _finish_session(session: Any, session_id: str, reason: str, now_us: int) -> None:

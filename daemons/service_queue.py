@@ -81,7 +81,14 @@ class QueueCalls(EvictCalls):
                 self._starts_us = self.now_us()
 
         await self.once("expected starts", work)
-        return self._starts
+        now = self.now_us()  # what was worked out a moment ago is no instant of the past
+        return {
+            "jobs": [
+                each
+                | {"start_us": None if each["start_us"] is None else max(each["start_us"], now)}
+                for each in self._starts["jobs"]
+            ]
+        }
 
     async def standing(self, row: JobRow) -> list[str]:
         """How many go before a waiting job, and by which priority; nothing of any other."""
@@ -134,8 +141,10 @@ class QueueCalls(EvictCalls):
             rules=self.standings.queue.turns,
             priority=priority,
             room=self._dry_run(inside, waiting, fit),
+            joins_first=self.standings.rules.joins_first,
         )
-        return {"jobs": [self._start_view(row, found[JobId(row.id)]) for row in waiting]}
+        by_id = {JobId(row.id): row for row in waiting}
+        return {"jobs": [self._start_view(by_id[job], each) for job, each in found.items()]}
 
     def _candidate(self, row: JobRow, usual_us: int | None, *, known: bool) -> Candidate:
         qos = self.standings.qos(row)
@@ -145,16 +154,16 @@ class QueueCalls(EvictCalls):
             since_us=row.submitted_us,
             shape=(tuple(row.models), qos.reserved, row.options.get(PROMISE)),
             length_us=min(lengths, default=None),
-            held=(
-                not known
-                or row.options.get(USER_HOLD) == "user"
-                or self.standings.has_wrong_qos(row)
-            ),
+            held=not known or self.standings.has_wrong_qos(row),
+            owner_holds=row.options.get(USER_HOLD) == "user",
+            reserved=qos.reserved and self.standings.queue.reservation.any,
         )
 
     def _end_us(self, row: JobRow, usual_us: int | None, now_us: int) -> int | None:
         """By what is known of its steps, else by its like before it, else by its time limit."""
         live = self.state.jobs[JobId(row.id)]
+        if live.user_held and not live.started:
+            return None  # its owner lets it go, or never does
         if (known := self.placer.ends_of(live)) is not None:
             return known
         began = row.started_us or now_us

@@ -176,7 +176,7 @@ class Turns:
             jobs.pop(job.id, None)
             raise
         if row is None or job.ended:
-            say(log, "ended_while_claimed", job=job.id)
+            say(log, "ended_while_claimed", job=job.slurm_id)
             jobs.pop(job.id, None)
             return False
         await self._admit(row, job)
@@ -195,7 +195,7 @@ class Turns:
                 queue.unclaim, JobId(row.id), owner=owner, obstacles=[], now_us=now_us()
             )
         except (InvalidTransition, Denied):
-            say(log, "ended_while_claimed", job=row.id)
+            say(log, "ended_while_claimed", job=row.slurm_id)
 
     async def _claim(self, job: LiveJob) -> JobRow | None:
         parts = self._parts

@@ -166,7 +166,7 @@ class Usage:
             await self._note(job, text, now)
             return
         await asyncio.to_thread(self._cluster().annotate, record.id, summary)
-        say(log, "usage_told", job=job, slurm_id=record.id, text=summary)
+        say(log, "usage_told", job=record.id, text=summary)
         self._told[record.id] = summary
         self._eager_us = now + EAGER_US
 

@@ -6,7 +6,7 @@ Every verb runs inside the caller's transaction, and adds a line to the job's st
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import bindparam, insert, select, update
+from sqlalchemy import bindparam, func, insert, select, update
 from sqlalchemy.orm import Session
 
 from plexrl_slurm.core.errors import Denied, InvalidTransition, NotFound
@@ -112,7 +112,7 @@ def bind(session: Session, job_id: JobId, *, slurm_id: SlurmId, now_us: int) -> 
         return
     if row.slurm_id is not None or row.state != JobState.PENDING:
         raise Denied(
-            f"job {job_id} is {row.state} and bound to Slurm job {row.slurm_id}: "
+            f"{_named(row)} is {row.state} and bound to Slurm job {row.slurm_id}: "
             f"submit a new job instead of binding it to {slurm_id}"
         )
     _set(session, job_id, slurm_id=slurm_id, reason="waits for its turn")
@@ -366,6 +366,17 @@ def by_slurm_id(session: Session, *, partition: str, slurm_id: SlurmId) -> JobRo
     return session.scalars(asked.execution_options(**_FRESH)).one_or_none()
 
 
+def called(session: Session, job_id: JobId) -> str:
+    """What names of its sessions, deployments and checkpoints begin with: for people, so Slurm's
+    number, and behind a dot which job of that number it is, if there was one before."""
+    row = get(session, job_id)
+    if row.slurm_id is None:
+        return f"row{job_id}"
+    same = (JobRow.slurm_id == row.slurm_id, JobRow.id < job_id)
+    before = session.scalar(select(func.count()).select_from(JobRow).where(*same)) or 0
+    return f"job{row.slurm_id}.{before + 1}" if before else f"job{row.slurm_id}"
+
+
 def list_jobs(
     session: Session,
     *,
@@ -428,11 +439,16 @@ def _step(
     row = get(session, job_id)
     if (row.state, to) in STEPS:
         raise Denied(
-            f"job {job_id} belongs to daemon {row.owner}, not to {owner}: this daemon was "
+            f"{_named(row)} belongs to daemon {row.owner}, not to {owner}: this daemon was "
             f"declared lost; restart it"
         )
     lines = tuple(f"{line.at_us} {line.kind}: {line.text}" for line in story(session, job_id))
-    raise InvalidTransition(f"job {job_id}", str(row.state), str(to), lines)
+    raise InvalidTransition(_named(row), str(row.state), str(to), lines)
+
+
+def _named(row: JobRow) -> str:
+    """As people call it; a row without a Slurm job has only ours."""
+    return f"job {row.slurm_id or f'(row {row.id})'}"
 
 
 def _starts(finish: JobState) -> list[JobState]:

@@ -72,7 +72,7 @@ def watch(
 
 def collect(site: Site, job: Submission, row: Mapping[str, Any]) -> JobRun:
     """What a job that has completed learned, and when it ran."""
-    pattern = f"s{row['job_id']}-*/sampler_weights/final/model.safetensors"
+    pattern = f"job{row['slurm_id']}-*/sampler_weights/final/model.safetensors"
     found = sorted((site.state_dir / "checkpoints").glob(pattern))
     if len(found) != 1:
         raise DemoFailed(job.name, f"completed with {len(found)} final weights", str(job.output))

@@ -43,7 +43,7 @@ class Screen:
             from rich.console import Console
             from rich.live import Live
 
-            # "s1-1:train:0" is a name, not a tram.
+            # "job1-1:train:0" is a name, not a tram.
             console = Console(stderr=True, emoji=False, markup=False)
             self._live = Live(console=console, refresh_per_second=4)
             self._live.start()

@@ -84,7 +84,7 @@ def _running_us(job: Mapping[str, Any]) -> int:
 
 def _where(job: Mapping[str, Any], *, whole: bool) -> str:
     if job["state"] == "running" and job["wpgs"]:
-        return ",".join(job["wpgs"])
+        return ",".join(job["wpgs"]) + _tails(job, whole=whole)
     word, reason = str(job.get("reason_word") or ""), str(job["reason"] or "None")
     if word and not whole:
         return f"({word})"
@@ -93,6 +93,13 @@ def _where(job: Mapping[str, Any], *, whole: bool) -> str:
     if not whole and len(reason) > _REASON_WIDTH:
         reason = f"{reason[: _REASON_WIDTH - 3].rstrip(' ,:;')}..."
     return f"({reason})"
+
+
+def _tails(job: Mapping[str, Any], *, whole: bool) -> str:
+    """That its last samples run beside another job's, or it beside those of one."""
+    beside = job.get("beside") or ()
+    words = "; ".join(f"{e['word']}: {e['sentence']}" if whole else e["word"] for e in beside)
+    return f"({words})" if words else ""
 
 
 def _find(
@@ -191,17 +198,21 @@ def squeue(
 
 
 def _with_starts(app: App, jobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Soonest first, then those of which nobody can tell."""
+    """Soonest first, then those of which nobody can tell; at once, as the queue has them."""
     with app.client() as client:
         starts = {int(each["job_id"]): each for each in client.starts()}
+    place = {job: number for number, job in enumerate(starts)}
     known = ("start_us", "unknown", "sentence")
     found = [
         job | {f"expected_{key}": starts.get(int(job["job_id"]), {}).get(key) for key in known}
         for job in jobs
     ]
-    return sorted(
-        found, key=lambda job: (job["expected_start_us"] is None, job["expected_start_us"] or 0)
-    )
+
+    def key(job: Mapping[str, Any]) -> tuple[bool, int, int]:
+        at_us = job["expected_start_us"]
+        return at_us is None, at_us or 0, place.get(int(job["job_id"]), len(place))
+
+    return sorted(found, key=key)
 
 
 def _start(job: Mapping[str, Any]) -> str:

@@ -1,22 +1,34 @@
 """When waiting jobs are expected to start: the queue pass, again at every end that is known. Pure.
 
-It is as honest as its facts: a job whose end nobody knows never ends here, so that whoever waits
-for its place is "unknown", and an instant is told only where the known ends make the room. Jobs
-that come later and go first are not foreseen.
+It goes as :mod:`plexrl_slurm.core.queue_pass` does, in the same order and past the same jobs. It is
+as honest as its facts: a job whose end nobody knows never ends here, so that whoever waits for its
+place is "unknown", and an instant is told only where the known ends make the room. Jobs that come
+later and go first are not foreseen.
 """
 
 import heapq
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final, Protocol
 
 from plexrl_slurm.core.ids import JobId
 from plexrl_slurm.core.priority import in_order
-from plexrl_slurm.core.turns import TurnRules, Walk
+from plexrl_slurm.core.turns import End, TurnRules, Walk
 
-#: Most ends that are looked at.
+#: Most passes that are made.
 MOST_PASSES: Final = 500
+
+
+class Entry(StrEnum):
+    """What comes of a job that looks for a place."""
+
+    PLACED = "placed"
+    #: There is one, on an empty WPG, and others are to join those that are not empty first.
+    LATER = "later"
+    #: There is room, and it is kept free for others.
+    KEPT = "kept"
+    NONE = "none"
 
 
 class Room(Protocol):
@@ -25,8 +37,8 @@ class Room(Protocol):
     def holds(self, job: JobId) -> bool:
         """Whether a limit keeps it out, whatever room there is; it stands in nobody's way then."""
 
-    def enter(self, job: JobId) -> bool:
-        """Give the job its place; false if there is none."""
+    def enter(self, job: JobId, *, alone: bool) -> Entry:
+        """Give the job its place; ``alone``: an empty WPG will do now."""
 
     def leave(self, job: JobId) -> None:
         """It has ended."""
@@ -42,8 +54,12 @@ class Candidate:
     shape: Hashable
     #: How long it will run at most, or ran before; ``None``: nobody knows.
     length_us: int | None
-    #: Its owner has to let it go first.
+    #: It gets no place, whatever room there is.
     held: bool = False
+    #: It gets its place in its turn, and its owner has to let it go before it starts.
+    owner_holds: bool = False
+    #: It waits for nobody but those for whom room is kept free as well.
+    reserved: bool = False
 
 
 class Unknown(StrEnum):
@@ -68,6 +84,49 @@ class Expected:
     unknown: Unknown | None = None
 
 
+@dataclass(slots=True, kw_only=True)
+class _Pass:
+    """One pass, as :class:`plexrl_slurm.core.queue_pass.QueuePass` makes it."""
+
+    walk: Walk[bool]
+    room: Room
+    rules: TurnRules
+    joins_first: bool
+    at_us: int
+    placed: list[Candidate] = field(default_factory=list)
+    later: list[Candidate] = field(default_factory=list)
+    held: set[JobId] = field(default_factory=set)
+
+    def go(self, order: Sequence[Candidate]) -> None:
+        """Along the queue, and again along those that would take an empty WPG."""
+        for each in order:
+            if not self._is_held(each) and not self._is_behind(each):
+                known = self.walk.look(each.shape)
+                overdue = self.at_us - each.since_us >= self.rules.guard_us
+                self._try(each, known, alone=overdue or not self.joins_first)
+        for each in list(self.later):
+            if not self._is_held(each):
+                self._try(each, self.walk.known(each.shape), alone=True)
+
+    def _is_held(self, each: Candidate) -> bool:
+        if held := each.held or self.room.holds(each.job):
+            self.held.add(each.job)
+        return held
+
+    def _is_behind(self, each: Candidate) -> bool:
+        ended = self.walk.ended
+        return ended is not None and not (each.reserved and ended is not End.DEPTH)
+
+    def _try(self, each: Candidate, known: bool | None, *, alone: bool) -> None:
+        entry = Entry.NONE if known else self.room.enter(each.job, alone=alone)
+        if entry is Entry.PLACED:
+            self.placed.append(each)
+        elif entry is Entry.LATER:
+            self.later.append(each)
+        elif entry is Entry.NONE:
+            self.walk.fails(True, since_us=each.since_us, shape=each.shape)
+
+
 def expected_starts(
     waiting: Sequence[Candidate],
     *,
@@ -76,8 +135,10 @@ def expected_starts(
     rules: TurnRules,
     priority: Callable[[JobId, int], float],
     room: Room,
+    joins_first: bool = False,
 ) -> dict[JobId, Expected]:
-    """For each of ``waiting``; ``ends_us`` are the expected ends of jobs that have a place.
+    """For each of ``waiting``, as they are expected to start; those of which nobody can tell are
+    the last ones. ``ends_us`` are the expected ends of jobs that have a place.
 
     ``priority`` is a job's at an instant. An end that should have come already comes now.
     """
@@ -86,10 +147,9 @@ def expected_starts(
     endless = any(end is None for end in ends_us.values())
     ends = [(max(end, now_us), job) for job, end in ends_us.items() if end is not None]
     heapq.heapify(ends)
-    at_us, held = now_us, set[JobId]()
+    at_us, held, far = now_us, set[JobId](), True
+    order: Sequence[Candidate] = ()
     for _ in range(MOST_PASSES):
-        held = set()
-        walk: Walk[bool] = Walk(rules, at_us)
         order = in_order(
             left.values(),
             at_us=at_us,
@@ -98,34 +158,53 @@ def expected_starts(
             since_us=lambda each: each.since_us,
             number=lambda each: each.job,
         )
-        for each in order:
-            if each.held or room.holds(each.job):
-                held.add(each.job)
-            elif walk.ended is not None:
-                continue
-            elif walk.look(each.shape) or not room.enter(each.job):
-                walk.fails(True, since_us=each.since_us, shape=each.shape)
+        this = _Pass(
+            walk=Walk(rules, at_us), room=room, rules=rules, joins_first=joins_first, at_us=at_us
+        )
+        this.go(order)
+        held = this.held
+        for each in this.placed:
+            del left[each.job]
+            known = Expected(at_us=at_us)
+            if each.owner_holds:
+                known = Expected(at_us=None, unknown=Unknown.HELD)
+            found[each.job] = known
+            if each.length_us is None or each.owner_holds:
+                endless = True
             else:
-                del left[each.job]
-                found[each.job] = Expected(at_us=at_us)
-                if each.length_us is None:
-                    endless = True
-                else:
-                    heapq.heappush(ends, (at_us + each.length_us, each.job))
-        if not left or not ends:
+                heapq.heappush(ends, (at_us + each.length_us, each.job))
+        if this.placed and this.walk.ended is End.DEPTH:
+            continue  # the next pass looks at others
+        next_us = _next_us(left.values(), ends, at_us, rules)
+        if next_us is None:
+            far = False
             break
-        at_us = ends[0][0]
+        at_us = next_us
         while ends and ends[0][0] <= at_us:
             room.leave(heapq.heappop(ends)[1])
-    for each in left.values():
-        why = Unknown.NO_PLACE
-        if ends:
-            why = Unknown.FAR
-        elif each.held:
-            why = Unknown.HELD
-        elif endless:
-            why = Unknown.ENDS
-        elif each.job in held:
-            why = Unknown.HELD
-        found[each.job] = Expected(at_us=None, unknown=why)
-    return found
+    for each in order:
+        if each.job in left:
+            why = Unknown.NO_PLACE
+            if far:
+                why = Unknown.FAR
+            elif each.held:
+                why = Unknown.HELD
+            elif endless:
+                why = Unknown.ENDS
+            elif each.job in held:
+                why = Unknown.HELD
+            found[each.job] = Expected(at_us=None, unknown=why)
+    return dict(sorted(found.items(), key=lambda each: each[1].at_us is None))
+
+
+def _next_us(
+    left: Collection[Candidate], ends: Sequence[tuple[int, JobId]], at_us: int, rules: TurnRules
+) -> int | None:
+    """When the queue is looked along again: at an end, or when the guard changes the order, where
+    that lets somebody in whom others kept out. ``None``: nothing more happens."""
+    if not left:
+        return None
+    marks = [ends[0][0]] if ends else []
+    if not rules.backfill or len(left) > rules.depth:
+        marks += [at for each in left if (at := each.since_us + rules.guard_us) > at_us]
+    return min(marks, default=None)

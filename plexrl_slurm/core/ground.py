@@ -6,21 +6,16 @@ is, and a journal needs the changes alone to ask again.
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Final
 
 from plexrl_slurm.core.admission import Placement, place
 from plexrl_slurm.core.grouping import Rules
 from plexrl_slurm.core.ids import JobId, WpgId
 from plexrl_slurm.core.messages import Pool
-from plexrl_slurm.core.obstacles import Obstacle, ObstacleKind
-from plexrl_slurm.core.reservation import Reservation, open_to_all
+from plexrl_slurm.core.obstacles import Obstacle
+from plexrl_slurm.core.reservation import Reservation, in_the_way, open_to_all
 from plexrl_slurm.core.sites import Applicant, Partition, Settled, Site, in_natural_order
 
 Answer = Placement | tuple[Obstacle, ...]
-KEPT_FREE: Final = Obstacle(
-    kind=ObstacleKind.RESERVATION,
-    sentence="what is free is kept for jobs of a reserved qos: wait, or ask for such a qos",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,8 +120,11 @@ class Ground:
         found = _asked(wish, seen)
         if isinstance(found, Placement) or seen is self._whole:
             return found
-        found = _asked(wish, self._whole)
-        return (KEPT_FREE,) if isinstance(found, Placement) else found
+        without = _asked(wish, self._whole)
+        if not isinstance(without, Placement):
+            return found
+        with seen.without(wish.who.job, wish.pools):
+            return in_the_way(wish.who, found, without.homes, seen)
 
 
 def _asked(wish: Wish, partition: Partition) -> Answer:

@@ -60,21 +60,38 @@ def hindrances(
     sites = [site for site in partition.sites if site.wpg.pool is pool]
     open_sites = [site for site in sites if not site.draining]
     names = _names(who)
+    kept = _of_kept([site for site in sites if site.kept], pool)
     if not open_sites:
-        if sites:
-            gone = ", ".join(str(site.wpg.id) for site in sites[:3])
-            more = ", ..." if len(sites) > 3 else ""
-            sentence = f"every {pool} WPG is being given back ({gone}{more})"
-            return (Obstacle(kind=ObstacleKind.DRAINING, pool=pool, sentence=sentence),)
+        leaving = [site for site in sites if not site.kept]
+        if leaving:
+            every = "every other" if kept else "every"
+            sentence = f"{every} {pool} WPG is being given back ({_listed(leaving)})"
+            return (Obstacle(kind=ObstacleKind.DRAINING, pool=pool, sentence=sentence), *kept)
+        if kept:
+            return kept
         sentence = f"{names} needs a {pool} WPG, and the partition holds none"
         return (Obstacle(kind=ObstacleKind.NO_WPG, pool=pool, sentence=sentence),)
     findings: dict[ObstacleKind, list[_Finding]] = {}
     for site in open_sites:
         found = _finding(who, site, partition, rules, slow)
         findings.setdefault(found.kind, []).append(found)
-    return tuple(
-        _obstacle(kind, findings[kind], partition, pool) for kind in _ORDER if kind in findings
+    told = (_obstacle(kind, findings[kind], partition, pool) for kind in _ORDER if kind in findings)
+    return (*told, *kept)
+
+
+def _of_kept(sites: Sequence[Site], pool: Pool) -> tuple[Obstacle, ...]:
+    """Of those that others may have: whoever is there or not, this job is not to come."""
+    if not sites:
+        return ()
+    are = "are" if len(sites) > 1 else "is"
+    sentence = f"{_listed(sites)} {are} kept free for jobs of a reserved qos"
+    return (
+        Obstacle(kind=ObstacleKind.RESERVATION, pool=pool, sentence=sentence, wpg=sites[0].wpg.id),
     )
+
+
+def _listed(sites: Sequence[Site]) -> str:
+    return ", ".join(str(site.wpg.id) for site in sites[:3]) + (", ..." if len(sites) > 3 else "")
 
 
 def _obstacle(
@@ -142,6 +159,9 @@ def _of_memory(who: Applicant, site: Site, partition: Partition, need: int, has:
     if site.nvme_bytes:
         tiers += f" and {in_words(site.nvme_bytes)} of disk"
     nodes = f"{len(site.at)} node{'s' * (len(site.at) > 1)} x {tiers}"
+    kept = ""
+    if site.kept_bytes:
+        kept = f", beside {in_words(site.kept_bytes)} kept free for jobs of a reserved qos"
     alike = len(mine) == 1 and all(share == mine[0] for share in shares)
     if alike and has >= images_room(site, mine[0]):
         hold = 0
@@ -149,13 +169,13 @@ def _of_memory(who: Applicant, site: Site, partition: Partition, need: int, has:
             hold += 1
         what = "states" if site.wpg.pool is Pool.TRAIN else "sets of weights"
         return (
-            f"{nodes} hold {hold} {what} of {_plain(who)} on {site.wpg.id}; "
+            f"{nodes}{kept and f'{kept},'} hold {hold} {what} of {_plain(who)} on {site.wpg.id}; "
             f"{len(shares)} {'is' if len(shares) == 1 else 'are'} placed"
         )
     beside = f" beside {len(shares)} others" if shares else ""
     return (
         f"{_names(who)} needs {in_words(need)} of host memory on each node of {site.wpg.id}"
-        f"{beside}, which has {in_words(max(0, has))} ({nodes})"
+        f"{beside}, which has {in_words(max(0, has))} ({nodes}{kept})"
     )
 
 

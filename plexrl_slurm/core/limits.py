@@ -262,42 +262,43 @@ class Tally:
 
     def holds(self, subject: Subject) -> Held | None:
         """What keeps a waiting job from a place, if there were one."""
+        return next(self._holding(subject), None)
+
+    def holding(self, subject: Subject) -> tuple[Held, ...]:
+        """Every limit that does."""
+        return tuple(self._holding(subject))
+
+    def _holding(self, subject: Subject) -> Iterator[Held]:
         for key, limits in self._limits(subject):
             if (most := limits.max_jobs) is not None and self._jobs[key] >= most:
-                if most == 0:
-                    return Held(kind=_JOBS[key.scope], sentence=_none(key, "max_jobs"))
-                return Held(
-                    kind=_JOBS[key.scope],
-                    sentence=(
+                sentence = _none(key, "max_jobs")
+                if most:
+                    sentence = (
                         f"{key.words()} has {_jobs(self._jobs[key])} running, and max_jobs is "
                         f"{most}: it starts when one of them ends"
-                    ),
-                )
+                    )
+                yield Held(kind=_JOBS[key.scope], sentence=sentence)
             if (day := limits.gpu_us_per_day) is not None and self._gpu_us.get(key, 0) >= day:
                 used = self._gpu_us.get(key, 0) // 1_000_000
-                if day == 0:
-                    return Held(kind=_GPU[key.scope], sentence=_none(key, "gpu_seconds_per_day"))
-                return Held(
-                    kind=_GPU[key.scope],
-                    sentence=(
+                sentence = _none(key, "gpu_seconds_per_day")
+                if day:
+                    sentence = (
                         f"{key.words()} used {used:,} GPU-seconds in 24 hours, and "
                         f"gpu_seconds_per_day is {day // 1_000_000:,}: it starts when less of them "
                         f"lies in the last 24 hours"
-                    ),
-                )
+                    )
+                yield Held(kind=_GPU[key.scope], sentence=sentence)
             room = limits.host_bytes
             if room is not None and self._bytes[key] + subject.host_bytes > room:
-                if subject.host_bytes > room:  # it was lowered since, or nobody asked
-                    return Held(kind=_MEMORY[key.scope], sentence=_too_much(key, subject, room))
-                return Held(
-                    kind=_MEMORY[key.scope],
-                    sentence=(
+                # It was lowered since, or nobody asked.
+                sentence = _too_much(key, subject, room)
+                if subject.host_bytes <= room:
+                    sentence = (
                         f"jobs of {key.words()} have {in_words(self._bytes[key])} of host memory, "
                         f"this one needs {in_words(subject.host_bytes)}, and host_bytes is "
                         f"{in_words(room)}: it starts when one of them ends"
-                    ),
-                )
-        return None
+                    )
+                yield Held(kind=_MEMORY[key.scope], sentence=sentence)
 
     def _limits(self, subject: Subject) -> Iterator[tuple[Key, Limits]]:
         rules = self._rules

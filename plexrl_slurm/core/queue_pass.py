@@ -170,8 +170,8 @@ class QueuePass:
     # -- what it decides -------------------------------------------------------------------
     def looks_at(self, each: Queued) -> Waits | None:
         """What keeps it from being tried; ``None``: try it."""
-        if (held := self._holds(each)) is not None:
-            return self._says(each, str(held.kind), (held,))
+        if held := self._holds(each):
+            return self._says(each, str(held[0].kind), held)
         ended = self._walk.ended
         if ended is not None and not self._passes(each, ended):
             if not self._behind:
@@ -181,8 +181,8 @@ class QueuePass:
 
     def looks_again(self, each: Queued) -> Waits | None:
         """At one that would take an empty WPG, when all others have had their turn."""
-        if (held := self._holds(each)) is not None:
-            return self._says(each, str(held.kind), (held,))  # by another of them
+        if held := self._holds(each):
+            return self._says(each, str(held[0].kind), held)  # by another of them
         return self._known(each)
 
     def alone(self, each: Queued) -> bool:
@@ -198,10 +198,10 @@ class QueuePass:
         self._failed(each, known)
         return self._says(each, f"like another: {known[0].kind}", known)
 
-    def _holds(self, each: Queued) -> Held | None:
+    def _holds(self, each: Queued) -> tuple[Held, ...]:
         if (wrong := self._rules.wrong_qos(each.qos, each.user, each.account)) is not None:
-            return Held(kind=HeldKind.INVALID_QOS, sentence=wrong)
-        return self.tally.holds(each.subject)
+            return (Held(kind=HeldKind.INVALID_QOS, sentence=wrong),)
+        return self.tally.holding(each.subject)
 
     def _passes(self, each: Queued, end: End) -> bool:
         """Room was set aside for some, and they wait for nobody else's."""

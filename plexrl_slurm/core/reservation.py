@@ -1,12 +1,14 @@
 """What is kept free for jobs of a reserved QOS, such as interactive ones. Pure."""
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from plexrl_slurm.core.ids import JobId, WpgId
 from plexrl_slurm.core.messages import Pool
-from plexrl_slurm.core.sites import Partition, Site, natural
+from plexrl_slurm.core.obstacles import Obstacle, ObstacleKind
+from plexrl_slurm.core.sites import Applicant, Partition, Site, natural
+from plexrl_slurm.core.sizes import in_words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,14 +42,52 @@ def open_to_all(
 
     def seen(site: Site) -> Site:
         if site.wpg.id in kept:
-            return replace(site, draining=True)  # its memory counts, and nobody comes
+            return replace(site, draining=True, kept=True)  # its memory counts, and nobody comes
         if site.wpg.pool is not Pool.TRAIN or not reservation.host_bytes:
             return site
-        left = max(reservation.host_bytes - taken[node] for node in site.at)
-        return replace(site, host_bytes=max(0, site.host_bytes - max(0, left)))
+        left = max(0, *(reservation.host_bytes - taken[node] for node in site.at))
+        left = min(left, site.host_bytes)
+        return replace(site, host_bytes=site.host_bytes - left, kept_bytes=left)
 
     sites: Sequence[Site] = [seen(site) for site in partition.sites]
     return Partition(sites=sites, settled=partition.settled)
+
+
+def in_the_way(
+    who: Applicant, found: Sequence[Obstacle], homes: Mapping[Pool, WpgId], seen: Partition
+) -> tuple[Obstacle, ...]:
+    """All obstacles of a job for which there would be room at ``homes``, were nothing kept free.
+
+    What is kept free comes first, and ``found`` on ``seen``, which is open to all, after it.
+    """
+    kept: list[Obstacle] = []
+    for pool, wpg in homes.items():
+        site = next(each for each in seen.sites if each.wpg.id == wpg)
+        need, has = seen.room(site, who)
+        if site.kept:
+            what = f"{wpg} has room for it, and is kept free for jobs of a reserved qos"
+        elif need > has:
+            what = (
+                f"{in_words(site.kept_bytes)} of host memory on each node of {wpg} is kept free "
+                f"for jobs of a reserved qos"
+            )
+        else:
+            continue
+        kept.append(
+            Obstacle(
+                kind=ObstacleKind.RESERVATION,
+                sentence=f"{what}: wait for others to end, or ask for such a qos",
+                pool=pool,
+                wpg=wpg,
+                needed_bytes=need,
+                free_bytes=max(0, has),
+            )
+        )
+    pools = {each.pool for each in found}
+    first = [each for each in kept if each.pool in pools] or kept
+    said = {each.pool for each in first}
+    rest = [e for e in found if e.kind is not ObstacleKind.RESERVATION or e.pool not in said]
+    return (*first, *rest)
 
 
 def _taken(partition: Partition, reserved: Collection[JobId]) -> Counter[str]:

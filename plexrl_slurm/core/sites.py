@@ -27,6 +27,9 @@ class Site:
     nodes: tuple[str, ...] = ()
     #: It is to be given back: nobody comes.
     draining: bool = False
+    #: To whoever sees it so: it is kept free for others, and so is this much more host memory.
+    kept: bool = False
+    kept_bytes: int = 0
 
     @property
     def at(self) -> tuple[str, ...]:
@@ -318,8 +321,8 @@ def images_room(site: Site, largest: int) -> int:
 
 def could_hold(site: Site, image_bytes: int) -> bool:
     """Whether the site would have room for this image if it were empty."""
-    share = -(-image_bytes // len(site.at))
-    return image_bytes <= site.device_bytes and host_need([share]) <= site.host_bytes
+    share, host_bytes = -(-image_bytes // len(site.at)), site.host_bytes + site.kept_bytes
+    return image_bytes <= site.device_bytes and host_need([share]) <= host_bytes
 
 
 def needed_by(site: Site, image_bytes: Sequence[int]) -> int:

@@ -101,6 +101,25 @@ def test_squeue_looks_like_slurms(plexrl: Plexrl, daemon: FakeDaemon) -> None:
     assert (started[0], started[5]) == ("102", "unknown")
 
 
+def test_squeue_shows_a_tail_and_whoever_runs_beside_it(plexrl: Plexrl, daemon: FakeDaemon) -> None:
+    beside = [
+        {
+            "wpg": "rollout-0", "word": "Tail", "slurm_ids": ["102"], "jobs": [2],
+            "sentence": "its last samples run on rollout-0 beside job 102",
+        }
+    ]  # fmt: skip
+    daemon.jobs = [make_job(1, beside=beside), make_job(2, beside=[])]
+    first, second = plexrl("squeue", "-h").stdout.splitlines()
+    assert (first.split()[-1], second.split()[-1]) == (
+        "train-0,rollout-0(Tail)",
+        "train-0,rollout-0",
+    )
+    said = "train-0,rollout-0(Tail: its last samples run on rollout-0 beside job 102)\n"
+    assert said in plexrl("squeue", "-l").stdout
+    jobs = json.loads(plexrl("squeue", "--json").stdout)["jobs"]
+    assert [job["beside"] for job in jobs] == [beside, []]
+
+
 @pytest.mark.parametrize(
     ("words", "numbers"),
     [

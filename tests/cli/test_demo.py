@@ -156,10 +156,10 @@ def test_a_job_that_fails_ends_the_demo_at_once(tmp_path: Path) -> None:
 def test_a_job_without_final_weights_has_learned_nothing(tmp_path: Path) -> None:
     site: Any = type("Site", (), {"state_dir": tmp_path})
     first, _ = submissions(tmp_path)
-    row = {"job_id": 3, "started_us": 1, "ended_us": 2, "steps": 1}
+    row = {"slurm_id": "3", "started_us": 1, "ended_us": 2, "steps": 1}
     with pytest.raises(DemoFailed, match="completed with 0 final weights"):
         demo_runs.collect(site, first, row)
-    folder = tmp_path / "checkpoints" / "s3-1" / "sampler_weights" / "final"
+    folder = tmp_path / "checkpoints" / "job3-1" / "sampler_weights" / "final"
     folder.mkdir(parents=True)
     (folder / "model.safetensors").write_bytes(b"weights")
     learned = demo_runs.collect(site, first, row)
@@ -173,13 +173,13 @@ def test_rewards_are_drawn_from_0_to_1() -> None:
 def test_names_on_the_screen_are_shown_as_they_are() -> None:
     from rich.console import Console
 
-    wpg = {"id": "train-0", "pool": "train", "state": "busy", "resident": "s1-1:train:0"}
+    wpg = {"id": "train-0", "pool": "train", "state": "busy", "resident": "job1-1:train:0"}
     screen = Screen("shared", steps=5)
     table = screen._table({"wpgs": [wpg | {"waiting": 2}]}, {"count-1": [{"reward": 0.25}]})
     console = Console(width=100, emoji=False, markup=False)
     with console.capture() as shown:
         console.print(table)
-    assert "s1-1:train:0" in shown.get()
+    assert "job1-1:train:0" in shown.get()
     assert "1/5" in shown.get()
 
 

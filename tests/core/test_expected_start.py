@@ -1,11 +1,18 @@
 """When jobs are expected to start, and when nobody can tell."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plexrl_slurm.core.expected_start import Candidate, Expected, Unknown, expected_starts
+from plexrl_slurm.core.expected_start import (
+    Candidate,
+    Entry,
+    Expected,
+    Unknown,
+    expected_starts,
+)
 from plexrl_slurm.core.ids import JobId
 from plexrl_slurm.core.turns import TurnRules
 
@@ -21,11 +28,11 @@ class Counted:
     def holds(self, job: JobId) -> bool:
         return job in self.kept_out
 
-    def enter(self, job: JobId) -> bool:
+    def enter(self, job: JobId, *, alone: bool) -> Entry:
         if self.free <= 0:
-            return False
+            return Entry.NONE
         self.free -= 1
-        return True
+        return Entry.PLACED
 
     def leave(self, job: JobId) -> None:
         self.free += 1
@@ -82,8 +89,8 @@ def test_what_never_fits_and_what_is_held_have_no_instant() -> None:
 
 def test_without_backfill_the_first_one_stands_before_all() -> None:
     class Picky(Counted):
-        def enter(self, job: JobId) -> bool:
-            return job != 3 and super().enter(job)
+        def enter(self, job: JobId, *, alone: bool) -> Entry:
+            return Entry.NONE if job == 3 else super().enter(job, alone=alone)
 
     rules = TurnRules(backfill=False)
     none = expected_starts(
@@ -115,3 +122,69 @@ def test_never_more_run_at_once_than_there_is_room_for(
         assert together <= slots
     if None not in running and None not in lengths:
         assert all(each.at_us is not None for each in found.values())
+
+
+class Said:
+    """Each job is told what there is for it, and once more if it asks again."""
+
+    def __init__(self, **entries: Entry) -> None:
+        self.entries = {int(job[1:]): entry for job, entry in entries.items()}
+        self.asked: list[tuple[int, bool]] = []
+
+    def holds(self, job: JobId) -> bool:
+        return False
+
+    def enter(self, job: JobId, *, alone: bool) -> Entry:
+        self.asked.append((job, alone))
+        entry = self.entries[job]
+        return Entry.PLACED if entry is Entry.LATER and alone else entry
+
+    def leave(self, job: JobId) -> None:
+        raise AssertionError("nobody ends")
+
+
+def along(room: Said, *waiting: Candidate, rules: TurnRules, joins_first: bool = False) -> set[int]:
+    """Who starts at once."""
+    found = expected_starts(
+        waiting, ends_us={}, now_us=0, rules=rules, priority=lambda job, at_us: 0.0, room=room,
+        joins_first=joins_first,
+    )  # fmt: skip
+    return {int(job) for job, each in found.items() if each.at_us == 0}
+
+
+def apart(job: int, *, reserved: bool = False) -> Candidate:
+    return Candidate(job=JobId(job), since_us=job, shape=job, length_us=None, reserved=reserved)
+
+
+def test_whoever_may_have_what_is_kept_free_passes_one_that_nobody_else_passes() -> None:
+    strict = TurnRules(backfill=False)
+    room = Said(j1=Entry.NONE, j2=Entry.PLACED, j3=Entry.PLACED)
+    assert along(room, apart(1), apart(2), apart(3, reserved=True), rules=strict) == {3}
+
+
+def test_nobody_waits_behind_one_that_only_the_reservation_keeps_out() -> None:
+    strict = TurnRules(backfill=False)
+    room = Said(j1=Entry.KEPT, j2=Entry.PLACED)
+    assert along(room, apart(1), apart(2), rules=strict) == {2}
+
+
+def test_whoever_takes_an_empty_wpg_comes_after_all_that_join_others() -> None:
+    room = Said(j1=Entry.LATER, j2=Entry.PLACED)
+    assert along(room, apart(1), apart(2), rules=RULES, joins_first=True) == {1, 2}
+    assert room.asked == [(1, False), (2, False), (1, True)]
+    overdue = Said(j1=Entry.LATER, j2=Entry.PLACED)
+    late = [replace(each, since_us=-each.job) for each in (apart(1), apart(2))]
+    assert along(overdue, *late, rules=TurnRules(guard_us=1), joins_first=True) == {1, 2}
+    assert overdue.asked == [(2, True), (1, True)]
+
+
+def test_the_next_pass_looks_at_those_that_were_too_far_back() -> None:
+    room = Said(**{f"j{number}": Entry.PLACED for number in range(1, 8)})
+    waiting = [apart(number) for number in range(1, 8)]
+    assert along(room, *waiting, rules=TurnRules(depth=2)) == set(range(1, 8))
+
+
+def test_one_that_its_owner_holds_takes_its_place_and_nobody_knows_for_how_long() -> None:
+    found = starts(wait(3, owner_holds=True), wait(4), ends={1: 100}, slots=1)
+    assert found[3] == Expected(at_us=None, unknown=Unknown.HELD)
+    assert found[4] == Expected(at_us=None, unknown=Unknown.ENDS)

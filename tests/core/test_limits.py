@@ -38,6 +38,28 @@ def tally(rules: LimitRules, running: Sequence[Subject] = (), **used: int) -> Ta
 TWO = Limits(max_jobs=2)
 
 
+def test_every_limit_that_holds_a_job_is_told() -> None:
+    rules = LimitRules(
+        users=Limits(max_jobs=1, host_bytes=2 * GIB),
+        accounts=Limits(gpu_us_per_day=10**6),
+        qos={"normal": Qos(name="normal", limits=TWO)},
+    )
+    found = tally(rules, [job(1, gib=2)], lab=2 * 10**6)
+    held = found.holding(job(2, gib=1))
+    assert [each.sentence for each in held] == [
+        "user ada has 1 job running, and max_jobs is 1: it starts when one of them ends",
+        "jobs of user ada have 2.00 GiB of host memory, this one needs 1.00 GiB, and host_bytes is "
+        "2.00 GiB: it starts when one of them ends",
+        "account lab used 2 GPU-seconds in 24 hours, and gpu_seconds_per_day is 1: it starts when "
+        "less of them lies in the last 24 hours",
+    ]
+    assert found.holds(job(2, gib=1)) == held[0]
+    assert [each.word for each in held] == [
+        "AssocMaxJobsLimit", "AssocGrpMemLimit", "AssocGrpGRESMinutes",
+    ]  # fmt: skip
+    assert tally(rules).holding(job(2, gib=1)) == ()
+
+
 @pytest.mark.parametrize(
     ("rules", "kind"),
     [

@@ -21,7 +21,7 @@ from tests.daemons.holds_bench import TICK_S, TRAIN, Daemon, World, settings_in
 
 Scene = Callable[[World], Coroutine[Any, Any, None]]
 Play = Callable[[Scene], None]
-MODEL = DeploymentId("s1-1:train:0")
+MODEL = DeploymentId("job7-1:train:0")
 IMAGE, NEWER = (1, 0), (4, 0)
 
 

@@ -19,7 +19,7 @@ from tests.daemons.holds_bench import TRAIN, Daemon, World, world_in
 
 Scene = Callable[[World], Coroutine[Any, Any, None]]
 Play = Callable[[Scene], None]
-MODEL = DeploymentId("s1-1:train:0")
+MODEL = DeploymentId("job7-1:train:0")
 
 
 @pytest.fixture

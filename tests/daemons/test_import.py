@@ -76,7 +76,7 @@ def test_what_arrived_whole_is_a_checkpoint_that_the_owner_may_load(play: Play) 
         daemon, who, job, asked, data = await started(world)
         number = await send(daemon, who, job, asked, data)
         made = await daemon.service.finish_import(who, job, number, sha256=sums(data))
-        assert made["uri"] == f"tinker://s{job}-0:import:tiny/weights/mine"
+        assert made["uri"] == "tinker://job7-0:import:tiny/weights/mine"
         info = await daemon.service.checkpoint(who, made["uri"])
         assert (info.base_model, info.rank, info.kind) == ("tiny", 0, "weights")
         (row,) = (await daemon.service.job_state(who, job))["checkpoints"]
@@ -158,7 +158,7 @@ def test_a_manifest_of_weights_says_so(tmp_path: Path) -> None:
     )
     (tmp_path / checkpoint.MANIFEST).write_bytes(checkpoint.encoded(manifest))
     assert checkpoint.read_manifest(tmp_path, "u").weights_only
-    assert service_import._uri(JobId(3), _model(), "n") == "tinker://s3-0:import:a.b/weights/n"
+    assert service_import._uri("job103", _model(), "n") == "tinker://job103-0:import:a.b/weights/n"
 
 
 def _model() -> Any:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -111,7 +112,11 @@ async def copy_all(daemon: Daemon, address: bytes) -> None:
         await daemon.writer.drain()
 
 
-def test_a_job_with_nothing_under_way_moves_at_once_and_the_wpg_goes_on(play: Play) -> None:
+def test_a_job_with_nothing_under_way_moves_at_once_and_the_wpg_goes_on(
+    play: Play, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger=module.__name__)
+
     async def scene(daemon: Daemon, relief: Relief, one: LiveJob, two: LiveJob, hold: str) -> None:
         relief.look()
         assert rests(relief)  # nobody knows better yet
@@ -130,6 +135,7 @@ def test_a_job_with_nothing_under_way_moves_at_once_and_the_wpg_goes_on(play: Pl
         moved = next(job for job in (one, two) if job.homes[Pool.TRAIN] == SECOND)
         story = await daemon.store.run(queue.story, moved.id)
         assert any("promised slowdowns" in line.text for line in story if line.kind == "moved")
+        assert f"homes={{'{moved.slurm_id}': 'train-1'}}" in caplog.text
 
     play(scene)
 

@@ -101,7 +101,12 @@ def expected(
         reserved=frozenset(JobId(n) for n in reserved),
     )
     found = expected_starts(
-        [Candidate(job=JobId(n), since_us=n, shape=n in reserved, length_us=100) for n in waiting],
+        [
+            Candidate(
+                job=JobId(n), since_us=n, shape=n in reserved, length_us=100, reserved=n in reserved
+            )
+            for n in waiting
+        ],
         ends_us={JobId(n): end for n, end in ends_us.items()},
         now_us=10,
         rules=TurnRules(),

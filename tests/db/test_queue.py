@@ -95,7 +95,8 @@ def test_a_daemon_that_lost_its_job_may_not_start_it(session: Session) -> None:
     claim(session)
     adopted = queue.adopt(session, partition="rl", owner="daemon-2", lease_us=9, now_us=5)
     assert [row.id for row in adopted] == [job]
-    with pytest.raises(Denied, match=f"job {job} belongs to daemon daemon-2, not to daemon-1"):
+    number = queue.get(session, job).slurm_id
+    with pytest.raises(Denied, match=f"job {number} belongs to daemon daemon-2, not to daemon-1"):
         queue.start(session, job, owner="daemon-1", now_us=6)
     queue.start(session, job, owner="daemon-2", now_us=6)
     assert queue.get(session, job).state == JobState.RUNNING
@@ -143,6 +144,16 @@ def test_an_impossible_step_tells_the_story(session: Session) -> None:
     job = add_job(session)
     with pytest.raises(InvalidTransition, match=r"pending -> running\n.*queued job.sh"):
         queue.start(session, job, owner="daemon-1", now_us=1)
+
+
+def test_names_begin_with_slurms_number_and_differ_where_slurm_begins_again(
+    session: Session,
+) -> None:
+    jobs = [add_job(session, bound=False) for _ in range(4)]
+    for job, number in zip(jobs, ("55", "55", "7_3"), strict=False):
+        queue.bind(session, job, slurm_id=SlurmId(number), now_us=1)
+    names = [queue.called(session, job) for job in jobs]
+    assert names == ["job55", "job55.2", "job7_3", f"row{jobs[3]}"]
 
 
 def test_binding_twice_is_harmless_and_to_another_id_is_denied(session: Session) -> None:

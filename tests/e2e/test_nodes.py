@@ -88,7 +88,7 @@ def weights(partition: Partition, job: Job) -> dict[str, Any]:
     from safetensors.torch import load_file
 
     checkpoints = partition.folder / "state" / "checkpoints"
-    (path,) = checkpoints.glob(f"s{job.id}-*/sampler_weights/end")
+    (path,) = checkpoints.glob(f"job{job.slurm_id}-*/sampler_weights/end")
     return dict(load_file(path / "model.safetensors"))
 
 

@@ -80,7 +80,8 @@ class Example:
         output = (self.partition.folder / f"{self.name}.out").read_text()
         assert ended["state"] == "completed", output[-3000:]
         checkpoints = self.partition.folder / "state" / "checkpoints"
-        (path,) = checkpoints.glob(f"s{ended['job_id']}-*/sampler_weights/final/model.safetensors")
+        pattern = f"job{ended['slurm_id']}-*/sampler_weights/final/model.safetensors"
+        (path,) = checkpoints.glob(pattern)
         lines = [(line["loss"], line["samples"], line["reward"]) for line in self.lines()]
         assert len(lines) == self.steps
         return lines, hashlib.sha256(path.read_bytes()).hexdigest()

@@ -70,7 +70,7 @@ def test_weights_are_exported_as_they_were_published_and_verified_as_they_were_s
     training.save_state("kept").result()
     step(training, 1e-2)
     training.save_weights_for_sampler("second").result()
-    (home,) = (partition.folder / "state" / "checkpoints").glob(f"s{job.id}-*")
+    (home,) = (partition.folder / "state" / "checkpoints").glob(f"job{job.slurm_id}-*")
 
     shown = json.loads(plexrl(partition, "show", job.slurm_id, "--json").stdout)
     assert [(each["name"], each["step"]) for each in shown["checkpoints"]] == [
@@ -136,7 +136,7 @@ def test_what_was_exported_and_imported_is_what_a_job_starts_from(
     wanted = load_file(out / "model.safetensors")
     checkpoints = partition.folder / "state" / "checkpoints"
     for name in ("back", "loaded"):
-        (folder,) = checkpoints.glob(f"s{job.id}-*/sampler_weights/{name}")
+        (folder,) = checkpoints.glob(f"job{job.slurm_id}-*/sampler_weights/{name}")
         found = load_file(folder / "model.safetensors")
         assert found.keys() == wanted.keys()
         assert all(equal(found[key], value) for key, value in wanted.items())
@@ -146,7 +146,7 @@ def test_what_was_exported_and_imported_is_what_a_job_starts_from(
     ends = []
     for client, name in ((again, "end-a"), (training, "end-b")):
         client.save_weights_for_sampler(name).result()
-        (folder,) = checkpoints.glob(f"s{job.id}-*/sampler_weights/{name}")
+        (folder,) = checkpoints.glob(f"job{job.slurm_id}-*/sampler_weights/{name}")
         ends.append(load_file(folder / "model.safetensors"))
     assert all(equal(ends[1][key], value) for key, value in ends[0].items()), "moments are fresh"
 

@@ -195,7 +195,7 @@ class Partition:
 
     def published(self, job: Job, name: str) -> Any:
         """Content of a named snapshot's durable copy, as the fake engine wrote it."""
-        pattern = f"s{job.id}-*/sampler_weights/{name}"
+        pattern = f"job{job.slurm_id}-*/sampler_weights/{name}"
         (path,) = (self.folder / "state" / "checkpoints").glob(pattern)
         file = path / "model.safetensors" if path.is_dir() else path
         return msgspec.msgpack.decode(file.read_bytes())

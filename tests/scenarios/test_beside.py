@@ -56,6 +56,8 @@ def test_another_job_samples_beside_a_tail_that_goes_on(partition: Partition) ->
     assert time.monotonic() - began < 0.5 * LONG * 0.02, "it did not wait for the tail"
     (wpg,) = [wpg for wpg in partition.nodes()["wpgs"] if wpg["id"] == "rollout-0"]
     assert wpg["running"] == 1 and wpg["beside"] and wpg["beside_jobs"], "and the tail runs on"
+    ((tailing, *_),) = [job["beside"] for job in partition.client().jobs() if job["beside"]]
+    assert (tailing["word"], tailing["wpg"]) == ("Tail", "rollout-0")
     assert answer(long) == answer(ask(first, 100, LONG)), "as one that was alone"
     assert answered == answer(ask(second, 1, 60))
     assert '["Pause",' not in journal(partition)

@@ -3,8 +3,10 @@
 import gc
 import json
 import re
+import sqlite3
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ import pytest
 from click.testing import CliRunner
 
 from plexrl_slurm.cli.main import cli
+from plexrl_slurm.db.engine import open_database, transaction
+from tests.db.builders import add_job
 from tests.scenarios.controller import train
 from tests.scenarios.partition import Job, Partition, running
 
@@ -21,8 +25,10 @@ pytestmark = pytest.mark.filterwarnings(
 )
 SLOW = {"delay_us": {"forward_backward": 300_000, "optim_step": 200_000}}
 SLOW_SAMPLES = {"delay_us": {"sample": 300_000}}
-#: No row has such a number.
+#: Of Slurm's jobs.
 FIRST = 5000
+#: Of rows: no other number of a text is like it.
+ROWS = 77_001
 #: What is to tell of every job that has run.
 ALL = (
     ("squeue", "--all"),
@@ -42,8 +48,20 @@ def partition(tmp_path: Path, model: Path) -> Iterator[Partition]:
     with running(tmp_path, model=model, train=SLOW, rollout=SLOW_SAMPLES, tables=tables) as one:
         assert one.site.jobs_dir == folder
         (folder / str(FIRST)).rmdir()
+        _number_rows_from(one, ROWS)
         yield one
     gc.collect()  # while the warnings of the SDK's sockets are for nobody
+
+
+def _number_rows_from(partition: Partition, number: int) -> None:
+    """The next job's row has this number, as the one before it is another partition's."""
+    engine = open_database(partition.database_url)
+    with transaction(engine) as session:
+        add_job(session, bound=False)
+    engine.dispose()
+    with closing(sqlite3.connect(partition.folder / "ledger.db")) as base, base:
+        for table, key in (("jobs", "id"), ("job_events", "job_id")):
+            base.execute(f"update {table} set {key} = ?", (number - 1,))
 
 
 def said(partition: Partition, *words: str) -> str:
@@ -76,7 +94,8 @@ def listen(partition: Partition, jobs: list[Job], heard: set[str], done: threadi
     while not done.is_set():
         for job in jobs:
             heard.add(said(partition, "explain", job.slurm_id))
-        heard.add(said(partition, "sinfo", "-l"))
+        for words in (("sinfo", "-l"), ("sinfo", "--state"), ("squeue", "-l"), ("sprio",)):
+            heard.add(said(partition, *words))
         nodes = json.loads(said(partition, "sinfo", "--json"))
         for wpg in nodes["wpgs"]:
             assert len(wpg["slurm_ids"]) == len(wpg["jobs"])
@@ -86,7 +105,7 @@ def listen(partition: Partition, jobs: list[Job], heard: set[str], done: threadi
 def test_every_command_calls_a_job_by_the_number_that_squeue_shows(partition: Partition) -> None:
     jobs = [Job(partition, seed=seed, models=["tiny"]) for seed in (1, 2)]
     numbers = {job.id: job.slurm_id for job in jobs}
-    assert all(int(number) > FIRST > row for row, number in numbers.items())
+    assert all(row >= ROWS > int(number) > FIRST for row, number in numbers.items())
     heard: set[str] = set()
     done = threading.Event()
     listener = threading.Thread(target=listen, args=(partition, jobs, heard, done))
@@ -106,13 +125,18 @@ def test_every_command_calls_a_job_by_the_number_that_squeue_shows(partition: Pa
               for number in numbers.values()}  # fmt: skip
     answers = [json.loads(said(partition, *words, "--json")) for words in texts]
     answers.append(json.loads(said(partition, "sinfo", "--state", "--json")))
-    named = [each for each in objects(answers) if each.get("job_id") is not None]
+    named = [each for each in objects(answers) if (each.get("job_id") or 0) >= ROWS]
     assert len(named) > 20
     assert all(each["slurm_id"] == numbers[each["job_id"]] for each in named)
     for words, text in texts.items():
         if words[0] not in ("trace", "show"):
             assert all(number in text for number in numbers.values()), words
     assert drawn(partition) == set(numbers.values())
+    logs = "".join(path.read_text() for path in partition.folder.rglob("*.log"))
+    assert all(f"job={number}" in logs for number in numbers.values()), "INFO is written"
+    drawing = (partition.folder / "timeline.json").read_text()
+    for text in (*heard, logs, drawing, texts["squeue", "--all"], texts["sacct",]):
+        assert not [row for row in numbers if re.search(rf"(?<![\d.]){row}(?!\d)", text)], text
     partition.kill_daemon()  # what is asked now, the database answers
     assert drawn(partition) == set(numbers.values())
     history = partition.folder / "history.jsonl"

@@ -128,7 +128,7 @@ def _digest(seen: list[Any]) -> str:
 
 
 def _weights(job: Job) -> str:
-    pattern = f"s{job.id}-*/sampler_weights/end"
+    pattern = f"job{job.slurm_id}-*/sampler_weights/end"
     (path,) = (job.partition.folder / "state" / "checkpoints").glob(pattern)
     file = path / "model.safetensors" if path.is_dir() else path
     return hashlib.sha256(file.read_bytes()).hexdigest()
