@@ -132,8 +132,21 @@ def test_a_job_on_a_larger_shape_trains_faster_and_its_wpg_is_not_held() -> None
 def test_a_job_that_no_partition_can_hold_is_refused_with_what_is_needed() -> None:
     with pytest.raises(BadInput, match="job a needs 64 training GPUs and the cluster has 16"):
         run([job(train__gpus=64)])
-    with pytest.raises(BadInput, match="state of m takes 16,000 GB of host memory and 1 nodes"):
+    with pytest.raises(BadInput, match=r"state of m takes 16,000 GB .* 8 training GPUs have 1,275"):
         run([job(model__params=10**12)])
+
+
+def test_what_placement_has_room_for_is_what_is_not_refused() -> None:
+    # 16 GB of state: a node of 20 GB keeps 17 for images, one of 18 GB 15.3; disks count too.
+    large, small = (replace(CLUSTER, node_bytes=size * 10**9) for size in (20, 18))
+    assert run([job(steps=1)], "fit", large).figures.jobs == 1
+    with pytest.raises(BadInput, match="have 15 GB for images, 85% of their memory"):
+        run([job(steps=1)], "fit", small)
+    disks = replace(small, nvme_bytes=10**9)
+    assert run([job(steps=1)], "fit", disks).figures.jobs == 1
+    # Half of a node's GPUs have half of its memory.
+    with pytest.raises(BadInput, match="nodes of 4 training GPUs have 8 GB"):
+        run([job(steps=1, train__gpus=4, train__min_gpus=4)], "fit", large)
 
 
 @pytest.mark.parametrize(
