@@ -11,6 +11,9 @@ from plexrl_slurm.core.predict import Profile
 from plexrl_slurm.sim.trace import DRIFT_STEPS, Lasting, TraceJob
 
 SECOND_US = 1_000_000
+#: The scheduler's weights are whole numbers, a trace's priorities need not be: only proportions
+#: count, and a power of two changes no rounding.
+_WEIGHT = 1024
 
 
 def micro(seconds: float) -> int:
@@ -64,6 +67,11 @@ class SimJob:
             _reward=reward,
             _train=train,
         )
+
+    @property
+    def weight(self) -> int:
+        """On its WPGs."""
+        return max(1, round(_WEIGHT * self.trace.priority))
 
     def step(self, number: int) -> Step:
         """Durations of step ``number``, from 0."""

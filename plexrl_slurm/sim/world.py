@@ -310,7 +310,7 @@ class World:
                         wpg=wpg,
                         image_bytes=size,
                         content=name,
-                        priority=1,
+                        priority=record.job.weight,
                     ),
                     at_us=self.now_us,
                     cause=CAUSE,

@@ -9,6 +9,7 @@ from plexrl_slurm.core.errors import BadInput
 from plexrl_slurm.core.ids import JobId
 from plexrl_slurm.core.messages import Activity, Pool
 from plexrl_slurm.sim.cluster import Cluster, Plan, split
+from plexrl_slurm.sim.report import per_job
 from plexrl_slurm.sim.run import Ran, simulate
 from plexrl_slurm.sim.trace import TraceJob
 from tests.sim.traces import alike, job
@@ -174,3 +175,15 @@ def test_a_cluster_is_split_in_whole_nodes() -> None:
 def test_rollout_wpgs_are_private() -> None:
     ran = run(alike(3))
     assert ran.world.gpu_us[Pool.ROLLOUT, Activity.SWITCH] == 0
+
+
+def test_a_trace_s_priority_is_its_jobs_weight_on_wpgs() -> None:
+    def slowdowns(*priorities: float) -> list[float]:
+        crowd = [job(f"j{n}", seed=n, steps=15, priority=each, phases__rollout_s__median=20)
+                 for n, each in enumerate(priorities)]  # fmt: skip
+        return [each.slowdown for each in per_job(run(crowd).world)]
+
+    alike_ones, first = slowdowns(1.0, 1.0, 1.0, 1.0), slowdowns(1.0, 1.0, 1.0, 50.0)
+    assert first[3] < 0.8 * alike_ones[3]
+    assert first[3] < min(first[:3])
+    assert slowdowns(0.5, 0.5, 0.5, 0.5) == alike_ones, "only proportions count"
