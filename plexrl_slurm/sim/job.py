@@ -27,9 +27,18 @@ class Step:
 
     #: Pull of the weights, the rollout with its tool stalls.
     sample_us: int
+    #: The stalls, and how long each is.
+    stalls: int
+    stall_us: int
     reward_us: int
     #: Training functions in their order.
     train: tuple[tuple[FunctionKind, int], ...]
+
+    @property
+    def sampling_us(self) -> tuple[int, ...]:
+        """Of the rollout, what lies between its stalls: all alike."""
+        each_us, left_us = divmod(self.sample_us - self.stalls * self.stall_us, self.stalls + 1)
+        return (each_us + left_us, *[each_us] * self.stalls)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -78,12 +87,15 @@ class SimJob:
         phases, drift = self.trace.phases, self.trace.drift.per_150_steps
         grown = 1 + drift * min(number, DRIFT_STEPS) / DRIFT_STEPS
         factor = float(self._train[number])
-        stalls_s = phases.tool.stalls * phases.tool.stall_s
-        rollout_s = phases.rollout_s.median * float(self._rollout[number]) * grown + stalls_s
+        stall_us = micro(phases.tool.stall_s)
+        stalls = phases.tool.stalls if stall_us else 0
+        rollout_s = phases.rollout_s.median * float(self._rollout[number]) * grown
         forward = (FunctionKind.FORWARD, micro(phases.logprob_s.median * factor))
         micro_step = (FunctionKind.FORWARD_BACKWARD, micro(phases.fwdbwd_s.median * factor))
         return Step(
-            sample_us=micro(phases.pull_s.median + rollout_s),
+            sample_us=micro(phases.pull_s.median + rollout_s) + stalls * stall_us,
+            stalls=stalls,
+            stall_us=stall_us,
             reward_us=micro(phases.reward_s.median * float(self._reward[number])),
             train=(
                 forward,

@@ -187,3 +187,16 @@ def test_a_trace_s_priority_is_its_jobs_weight_on_wpgs() -> None:
     assert first[3] < 0.8 * alike_ones[3]
     assert first[3] < min(first[:3])
     assert slowdowns(0.5, 0.5, 0.5, 0.5) == alike_ones, "only proportions count"
+
+
+def test_a_rollout_that_waits_for_its_tools_does_not_work_meanwhile() -> None:
+    trace = job(mode="async1", steps=6, phases__tool={"stalls": 3, "stall_s": 7.5})
+    ran = run([trace], "fit")
+    (record,) = ran.world.records.values()
+    assert record.end_us - record.start_us == record.job.alone_us()
+    steps = [record.job.step(number) for number in range(6)]
+    samples_us = sum(step.sample_us for step in steps) - 6 * 3 * 7_500_000
+    assert sum(sum(step.sampling_us) for step in steps) == samples_us
+    assert ran.world.gpu_us[Pool.ROLLOUT, Activity.BUSY] == 8 * samples_us
+    without = job(mode="async1", steps=6)
+    assert record.job.alone_us() > next(iter(run([without]).world.records.values())).job.alone_us()
