@@ -43,7 +43,7 @@ from plexrl_slurm.core.queue_pass import (
 from plexrl_slurm.core.queue_rules import QueueRules
 from plexrl_slurm.core.scheduler import SchedulerCore
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 #: A journal that has grown so large is not continued: replay agrees as far as it goes.
 MOST_BYTES: Final = 256 << 20
 #: Journals of earlier daemons that stay.

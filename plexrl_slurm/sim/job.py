@@ -154,6 +154,7 @@ class SimJob:
             function_us=micro(longest_s),
             switch_us=switch_us,
             overlaps=together,
+            weight=self.weight,
             slack_us=micro(max(0.0, away_s - phase_s - reward_s)) if together else 0,
             spread_us=micro(rollout_s * phases.rollout_s.sigma),
         )
@@ -173,6 +174,7 @@ class SimJob:
             function_us=max(length for _, length in taken[0].train),
             switch_us=switch_us,
             overlaps=together,
+            weight=self.weight,
             slack_us=max(0, away_us - phase_us - reward_us) if together else 0,
             spread_us=int(np.std([step.sample_us for step in taken])),
         )
