@@ -92,6 +92,7 @@ class Residents:
             },
             max_slowdown=placer.promise(job),
             ends_us=placer.ends_of(job),
+            allowed=placer.allowed_of(job),
         )
 
     def resident(self, job: LiveJob, lives: Lives | None = None) -> Applicant:

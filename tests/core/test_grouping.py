@@ -162,7 +162,7 @@ class TestShapes:
 
 class TestAllowance:
     def of(self, *, taken: int, done: int = 500, left: int = 500) -> float:
-        return allowance(member(1), done_us=done * S, taken_us=taken * S, left_us=left * S)
+        return allowance(1.1, done_us=done * S, taken_us=taken * S, left_us=left * S)
 
     def test_who_is_as_late_as_promised_may_go_on_so(self) -> None:
         assert self.of(taken=550) == pytest.approx(1.1)
