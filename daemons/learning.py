@@ -208,6 +208,8 @@ class HabitBook:
             "sample_us": found.rollout.phase_us,
             "switch_us": found.train.switch_us,
             "overlaps": found.train.overlaps,
+            "slowed": None if own is None or not own.alone_us else own.taken_us / own.alone_us,
+            "allowed": self._allowed.get(job.id) or None,
             "expected_end_us": self.expected_end_us(job, now_us()),
         }
 

@@ -151,6 +151,9 @@ def test_what_a_job_has_lost_is_taken_off_its_promise(play: Play) -> None:
         bench.step(job, late)
         # 1.10 of 1000 s, of which 570 s are over: 530 s are left for 500 s.
         assert allowed(job) == 1.06
+        seen = bench.book.view(job)
+        assert (seen["slowed"], seen["allowed"]) == (1.14, 1.06)
+        assert bench.book.view(bench.job(9))["slowed"] is None
         assert before(job) != known
         bench.book.ended(job, well=True, at_us=2000 * S)
         assert allowed(job) == 0
