@@ -208,7 +208,9 @@ class Partition:
                 if job.learned and self.allows:
                     left_us = job.left_us - (self.now_us - job.at_us) * job.rate
                     taken_us, done_us = self.now_us - job.start_us, job.alone_us - left_us
-                    allowed = allowance(member, done_us=done_us, taken_us=taken_us, left_us=left_us)
+                    allowed = allowance(
+                        member.max_slowdown, done_us=done_us, taken_us=taken_us, left_us=left_us
+                    )
                     group.members[number] = replace(member, allowed=allowed)
                     if allowed < member.max_slowdown:
                         self._doubtful.add(group.number)

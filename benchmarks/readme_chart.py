@@ -47,7 +47,7 @@ def dedicated(ran: Ran) -> Bar:
         train_us = sum(us for step in steps for _, us in step.train) + job.create_us
         for pool, gpus, busy_us in (
             (Pool.TRAIN, trace.train.gpus, train_us),
-            (Pool.ROLLOUT, trace.rollout.gpus, sum(step.sample_us for step in steps)),
+            (Pool.ROLLOUT, trace.rollout.gpus, sum(sum(step.sampling_us) for step in steps)),
         ):
             hours[pool, True] += gpus * busy_us / HOUR_US
             hours[pool, False] += gpus * (held_us - busy_us) / HOUR_US

@@ -11,6 +11,7 @@ import msgspec
 
 from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.costs import SwitchCosts
+from plexrl_slurm.core.grouping import allowance
 from plexrl_slurm.core.ids import CauseId, JobId
 from plexrl_slurm.core.learning import Learned, Learner
 from plexrl_slurm.core.messages import (
@@ -103,6 +104,8 @@ class HabitBook:
         self._news: Counter[str] = Counter()
         self._own: dict[JobId, Learned] = {}
         self._habits: dict[JobId, Habits] = {}
+        #: What is left of promises, by what their jobs have lost.
+        self._allowed: dict[JobId, float] = {}
         #: Where jobs live; set by :meth:`inform`.
         self._placer: Placer | None = None
         self._learner: Learner | None = None
@@ -114,6 +117,7 @@ class HabitBook:
         self._placer, self._learner = placer, learner
         placer.habits_of = self.habits_of
         placer.version_of = self.version_of
+        placer.allowed_of = lambda job: self._allowed.get(job.id, 0.0)
         placer.ends_of = lambda job: self.expected_end_us(job, now_us())
 
     async def read(self, store: Store) -> None:
@@ -144,7 +148,9 @@ class HabitBook:
     def version_of(self, job: LiveJob) -> Hashable:
         """Another one when :meth:`habits_of` has another answer."""
         own = self._habits.get(job.id)
-        return own if own is not None else self._news[job.models[0] if job.models else ""]
+        if own is not None:
+            return own, self._allowed.get(job.id)
+        return self._news[job.models[0] if job.models else ""]
 
     def _like(self, job: LiveJob, model: str, gpus: int) -> Known | None:
         exact = self._known.get((job.user, job.name, model, gpus))
@@ -202,6 +208,8 @@ class HabitBook:
             "sample_us": found.rollout.phase_us,
             "switch_us": found.train.switch_us,
             "overlaps": found.train.overlaps,
+            "slowed": None if own is None or not own.alone_us else own.taken_us / own.alone_us,
+            "allowed": self._allowed.get(job.id) or None,
             "expected_end_us": self.expected_end_us(job, now_us()),
         }
 
@@ -244,15 +252,32 @@ class HabitBook:
             job = self._state.jobs.get(job_id)
             if job is not None:
                 self._write(job, learned, run=None)
+                self._allowed[job_id] = self._left_of_promise(job, learned)
             self.on_news(job_id)
 
     def ended(self, job: LiveJob, *, well: bool, at_us: int) -> None:
         """It is over; while its deployments are known."""
         learned = self._own.pop(job.id, None)
         self._habits.pop(job.id, None)
+        self._allowed.pop(job.id, None)
         if learned is not None and learned.steps >= OWN_STEPS:
             whole = well and job.started_us is not None
             self._write(job, learned, run=at_us - (job.started_us or at_us) if whole else None)
+
+    def _left_of_promise(self, job: LiveJob, learned: Learned) -> float:
+        """One of which nobody knows how long it runs is taken to have half of it before it."""
+        if self._placer is None or not learned.alone_us:
+            return 0.0
+        model = job.models[0] if job.models else ""
+        known = self._known.get((job.user, job.name, model, self._gpus(job)))
+        steps = known.run_steps - learned.steps if known is not None else 0
+        found = allowance(
+            self._placer.promise(job),
+            done_us=learned.alone_us,
+            taken_us=learned.taken_us,
+            left_us=max(0, steps) * learned.step_us or learned.alone_us,
+        )
+        return round(found, 3)
 
     def _gpus(self, job: LiveJob) -> int:
         home = job.homes.get(Pool.TRAIN)

@@ -42,6 +42,8 @@ class Placer:
         self.version_of: Callable[[LiveJob], Hashable] | None = None
         #: When a job is expected to end.
         self.ends_of: Callable[[LiveJob], int | None] = lambda _job: None
+        #: What its promise leaves after what it has lost; 0: as promised.
+        self.allowed_of: Callable[[LiveJob], float] = lambda _job: 0.0
         #: Told of every placement that was decided, and on what.
         self.journal: Callable[[News, Wish, Answer], None] = lambda _news, _wish, _found: None
         self._asked: Wish | None = None

@@ -88,16 +88,19 @@ class Residents:
     def applicant(self, job: LiveJob, models: Sequence[ModelSpec]) -> Applicant:
         """A job that declares ``models``."""
         placer = self._placer
-        main = models[0].name if models else ""
+        main, weight = models[0].name if models else "", max(1, job.priority)
         return Applicant(
             job=job.id,
             label=f"job {job.slurm_id} ({job.user})",
             models=tuple(model.name for model in models),
             train_images=tuple(model.train_bytes for model in models),
             rollout_images=tuple(model.weights_bytes for model in models),
-            habits={gpus: placer.habits_of(job, main, gpus) for gpus in self._sizes},
+            habits={
+                gpus: placer.habits_of(job, main, gpus).weighing(weight) for gpus in self._sizes
+            },
             max_slowdown=placer.promise(job),
             ends_us=placer.ends_of(job),
+            allowed=placer.allowed_of(job),
         )
 
     def resident(self, job: LiveJob, lives: Lives | None = None) -> Applicant:

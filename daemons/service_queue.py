@@ -152,7 +152,12 @@ class QueueCalls(EvictCalls):
         return Candidate(
             job=JobId(row.id),
             since_us=row.submitted_us,
-            shape=(tuple(row.models), qos.reserved, row.options.get(PROMISE)),
+            shape=(
+                tuple(row.models),
+                qos.reserved,
+                row.options.get(PROMISE),
+                row.priority * qos.weight,
+            ),
             length_us=min(lengths, default=None),
             held=not known or self.standings.has_wrong_qos(row),
             owner_holds=row.options.get(USER_HOLD) == "user",
@@ -200,7 +205,10 @@ class QueueCalls(EvictCalls):
             self.placer.partition(),
             self.placer.rules,
             applicants={
-                JobId(row.id): self.placer.applicant(live_job(row), row.models) for row in fit
+                JobId(row.id): self.placer.applicant(
+                    live_job(row, self.standings.qos(row)), row.models
+                )
+                for row in fit
             },
             subjects=subjects,
             tally=tally,

@@ -54,8 +54,6 @@ from plexrl_slurm.core.queue_rules import QueueRules
 from plexrl_slurm.core.scheduler import SchedulerCore
 
 FORMAT: Final = 3
-#: Of journals that are read; those of format 2 say nothing of what followed.
-READ: Final = (2, FORMAT)
 #: A journal that has grown so large is not continued: replay agrees as far as it goes.
 MOST_BYTES: Final = 256 << 20
 #: Journals of earlier daemons that stay.
@@ -339,14 +337,14 @@ class _Again:
 def _made(path: Path, line: bytes) -> _Again:
     try:
         verb, version, policy, options, *more = msgspec.json.decode(line)
-        if verb == "core" and version not in READ:
+        if verb == "core" and version != FORMAT:
             known = (
-                f"is of format {version}, and this version reads {READ[0]} and {READ[1]}: "
+                f"is of format {version}, and this version reads {FORMAT}: "
                 f"replay it with the version of plexrl that wrote it"
             )
             raise BadScript(str(path), 1, known)
         (rules,) = more
-        site = msgspec.convert(rules if version > 2 else {"queue": rules}, Site, str_keys=True)
+        site = msgspec.convert(rules, Site, str_keys=True)
         core = SchedulerCore(find_policy(policy), costs=SwitchCosts(), **options)
         return _Again(core, site)
     except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:

@@ -63,13 +63,14 @@ def key_lines(text: str) -> dict[str, int]:
     return found
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """``did you mean ...``, or the known names."""
+def nearest(name: str, known: Iterable[str], *, all_of_them: bool = False) -> str:
+    """``did you mean ...``, or the known names; ``all_of_them``: both."""
     import difflib  # only for a mistake
 
     known = list(known)
     if close := difflib.get_close_matches(name, known, n=1, cutoff=0.6):
-        return f"did you mean {close[0]}?"
+        guess = f"did you mean {close[0]}?"
+        return f"{guess} Known are {', '.join(known)}" if all_of_them else guess
     return f"known are {', '.join(known)}"
 
 
@@ -198,7 +199,9 @@ def one_of(what: str, known: tuple[str, ...]) -> Callable[[object], str]:
     def convert(value: object) -> str:
         if value in known:
             return str(value)
-        raise ValueError(f"unknown {what} {value!r}; {nearest(str(value), known)}")
+        raise ValueError(
+            f"unknown {what} {value!r}; {nearest(str(value), known, all_of_them=True)}"
+        )
 
     return convert
 

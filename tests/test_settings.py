@@ -156,7 +156,7 @@ def test_every_setting_is_read(config: Path) -> None:
             "[[wpg]]",
             'policy = "hrs"\n[[wpg]]',
             "partition.policy",
-            "did you mean hrrs?",
+            "did you mean hrrs? Known are atc_h, hrrs, fifo, drain_first, least_attained,",
             id="policy",
         ),
         pytest.param(

@@ -36,6 +36,10 @@ def _believed(job: Mapping[str, Any], habits: Mapping[str, Any] | None) -> list[
     )
     if (promised := job.get("max_slowdown")) is not None:
         said += f" It was promised at most {promised:.2f} times that."
+    if (slowed := habits.get("slowed")) is not None:
+        said += f" So far its steps have taken {slowed:.2f} times that"
+        allowed = habits.get("allowed")
+        said += "." if allowed is None else f", and from now on they may take {allowed:.2f} times."
     return ["", said]
 
 

@@ -27,7 +27,8 @@ def trace_of(
     from plexrl_slurm.db.views import calls_since, jobs_since
     from plexrl_slurm.sim.history import PastJob, from_ledger
 
-    models = read(site.path).models
+    settings = read(site.path)
+    models = settings.models
     until_us = now_us()
     since_us = until_us - int(days * _DAY_US)
     with ledger.reading(site) as session:
@@ -39,6 +40,7 @@ def trace_of(
         for row in rows:
             name = row.models[0] if row.models else next(iter(models), "")
             model = models.get(name)
+            qos = settings.queue.qos_named(row.options)
             jobs.append(
                 PastJob(
                     id=str(row.id),
@@ -49,7 +51,7 @@ def trace_of(
                     user=row.user,
                     account=row.account,
                     qos=str(row.options.get("qos") or "normal"),
-                    priority=row.priority,
+                    priority=row.priority * (1 if qos is None else qos.weight),
                     seed=row.seed,
                     submit_us=row.submitted_us,
                     start_us=row.started_us or row.submitted_us,
@@ -60,6 +62,7 @@ def trace_of(
                         model.train_bytes / model.parameters if model is not None else 1.0
                     ),
                     walltime_s=_length_s(row, until_us),
+                    max_slowdown=_promised(row, settings.sharing.max_slowdown),
                 )
             )
     rows_of_ledger = ledger.stretches(site, since_us=since_us, until_us=until_us)
@@ -71,6 +74,15 @@ def _chosen(rows: Sequence[Any], only: Sequence[JobNumber], days: float) -> list
         if not any(each.fits(row.slurm_id) for row in rows):
             raise BadInput(f"no job {each.word} in the last {days:g} days: see `plexrl squeue -a`")
     return [row for row in rows if any(each.fits(row.slurm_id) for each in only)]
+
+
+def _promised(row: Any, usual: float) -> float:
+    """What its user asked for, else what every job is promised."""
+    try:
+        found = float(row.options["max_slowdown"])
+    except (KeyError, TypeError, ValueError):
+        return usual
+    return found if found >= 1 else usual
 
 
 def _length_s(row: Any, until_us: int) -> float:

@@ -67,14 +67,15 @@ class Group:
 
 
 def allowance(
-    member: Member, *, done_us: float, taken_us: float, left_us: float,
+    promise: float, *, done_us: float, taken_us: float, left_us: float,
     least: float = 0.3, most: float = 1.5,
 ) -> float:  # fmt: skip
-    """What is left of a promise: after work that takes ``done_us`` alone took ``taken_us``, and
-    with work of ``left_us`` to do. Between parts of the promised loss, because what is left may
-    end sooner than said, and because a promise that is broken is kept as well as can be.
+    """What is left of a promised slowdown: after work that takes ``done_us`` alone took
+    ``taken_us``, and with work of ``left_us`` to do. Between parts of the promised loss, because
+    what is left may end sooner than said, and because a promise that is broken is kept as well as
+    can be.
     """
-    promised = member.max_slowdown - 1
+    promised = promise - 1
     lost_us = taken_us - done_us
     loss = ((done_us + left_us) * promised - lost_us) / max(1.0, left_us)
     return 1 + min(most * promised, max(least * promised, loss))

@@ -231,13 +231,15 @@ def _of_company(
 def _of_promise(
     who: Applicant, site: Site, rules: Rules, worst: Applicant, there: float, left: float
 ) -> str:
-    total = there + worst.max_slowdown - left
+    total = there + worst.most - left
     whose = "it" if worst is who else worst.label
     sentence = (
         f"on {site.wpg.id} {whose} would run {total:.2f} times as long as alone, "
         f"and {worst.max_slowdown:.2f} was promised"
     )
-    if total <= worst.max_slowdown:
+    if worst.most < worst.max_slowdown:
+        sentence += f", of which {worst.most:.2f} is left after what it has lost so far"
+    elif total <= worst.max_slowdown:
         sentence += f", of which a prediction may use {rules.margin:.0%}"
     return sentence
 

@@ -84,6 +84,9 @@ class Learned:
     spread_us: int
     #: Share of the shorter pool's time in which both were busy, in percent.
     overlap_percent: int
+    #: All of these steps, alone, and as they were with what they waited.
+    alone_us: int = 0
+    taken_us: int = 0
     #: ``None``: it was never switched.
     train_switch_us: int | None = None
     sample_switch_us: int | None = None
@@ -160,6 +163,8 @@ class _Job:
     longest_us: int = 0
     #: Learned so far.
     steps: int = 0
+    alone_us: int = 0
+    taken_us: int = 0
     means: dict[str, int] = field(default_factory=dict)
     variance: int = 0
     newest: dict[str, deque[int]] = field(default_factory=dict)
@@ -207,6 +212,8 @@ class _Job:
             for name, value in values.items():
                 self.note(name, value)
             self.steps += 1
+            self.alone_us += step_us
+            self.taken_us += max(step_us, at_us - self.since_us)
         self.since_us, self.spoiled = at_us, False
         self.train_us = self.sample_us = self.both_us = self.wait_us = self.longest_us = 0
         return measured
@@ -223,6 +230,8 @@ class _Job:
             sample_us=self.means["sample"],
             spread_us=isqrt(self.variance),
             overlap_percent=self.means["overlap"],
+            alone_us=self.alone_us,
+            taken_us=self.taken_us,
             train_switch_us=self.switches.get(Pool.TRAIN),
             sample_switch_us=self.switches.get(Pool.ROLLOUT),
             quantiles={

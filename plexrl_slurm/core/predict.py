@@ -3,9 +3,9 @@
 Each job alternates a training phase with a time in which it needs no training WPG. In every step
 
 - its phase may find another's running. It waits for the rest of it, or, if ATC-H interrupts that
-  one for it, for the rest of a function. Who has the shorter rest of a phase and the shorter step
-  goes first; a phase is left only for an index five times its own (the hysteresis), so a phase
-  that is nearly done, or one of a job alike, is not left.
+  one for it, for the rest of a function. Who has the shorter rest of a phase, the shorter step and
+  the larger weight goes first; a phase is left only for an index five times its own (the
+  hysteresis), so a phase that is nearly done, or one of a job alike, is not left.
 - its own phase may be interrupted in the same way, by each that comes meanwhile.
 - what waits behind one another grows as the WPG fills.
 
@@ -53,6 +53,8 @@ class Profile:
     slack_us: int = 0
     #: Standard deviation of the time between two phases.
     spread_us: int = 0
+    #: Its job's, to those of others.
+    weight: int = 1
 
     @property
     def load(self) -> float:
@@ -92,14 +94,15 @@ def _wait(mine: Profile, theirs: Profile) -> tuple[float, float]:
     own = mine.phase_us + mine.switch_us
     step_us, their_step_us = max(1, mine.step_us), max(1, theirs.step_us)
     busy = min(1.0, length / their_step_us)
+    heavier = theirs.weight / mine.weight
     # With no more left than this, theirs is not interrupted.
-    rest = min(float(length), _LEAD * step_us * own / their_step_us)
+    rest = min(float(length), heavier * _LEAD * step_us * own / their_step_us)
     left = 1 - rest / max(1, length)
     function = theirs.function_us
     found = busy * (left * function / 2 + (1 - left) * rest / 2 + theirs.switch_us)
     square = busy * (left * function**2 + (1 - left) * rest**2) / 3
     # Mine is interrupted while it has more left than this.
-    safe = _LEAD * their_step_us * length / step_us
+    safe = _LEAD * their_step_us * length / step_us / heavier
     times = max(0.0, mine.phase_us - safe) / their_step_us
     mean = _FOUND[theirs.overlaps] * found + _INTERRUPTS[theirs.overlaps] * times * length
     return mean, max(0.0, square - found * found) + times * length**2

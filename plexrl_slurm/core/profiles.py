@@ -1,6 +1,6 @@
 """How a job uses each pool: what it asks of a training WPG, and of a rollout WPG."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from plexrl_slurm.core.messages import Pool
 from plexrl_slurm.core.predict import Profile
@@ -16,6 +16,14 @@ class Habits:
     def of(self, pool: Pool) -> Profile:
         """Of one of them."""
         return self.train if pool is Pool.TRAIN else self.rollout
+
+    def weighing(self, weight: int) -> "Habits":
+        """The same of a job of that weight."""
+        if self.train.weight == self.rollout.weight == weight:
+            return self
+        return Habits(
+            train=replace(self.train, weight=weight), rollout=replace(self.rollout, weight=weight)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

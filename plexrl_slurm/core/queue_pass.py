@@ -210,7 +210,8 @@ class QueuePass:
 
     def _shape(self, each: Queued) -> Hashable:
         """Jobs of one shape find a place, or none, together."""
-        return (each.models, self._rules.qos(each.qos).reserved, each.promise)
+        qos = self._rules.qos(each.qos)
+        return (each.models, qos.reserved, each.promise, each.priority * qos.weight)
 
     def _says(self, each: Queued, word: str, waits: Waits) -> Waits:
         self.said.append((each.job, word))

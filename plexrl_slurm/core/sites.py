@@ -55,6 +55,13 @@ class Applicant:
     max_slowdown: float
     #: When it is expected to end; ``None``: nobody knows.
     ends_us: int | None = None
+    #: What it may become from now on so that the promise is kept at its end; 0: as promised.
+    allowed: float = 0.0
+
+    @property
+    def most(self) -> float:
+        """How much slower than alone it may be from now on."""
+        return self.allowed or self.max_slowdown
 
     def images(self, pool: Pool) -> tuple[int, ...]:
         """Of one pool."""
@@ -286,7 +293,7 @@ def allowance(
     there = slow.get(who.job)
     if there is None:
         there = partition.slowdown(partition.homes.get(who.job, {}).get(other), who.job)
-    return who.max_slowdown - (there - 1)
+    return who.most - (there - 1)
 
 
 def broken(

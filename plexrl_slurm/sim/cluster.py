@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from plexrl_slurm.core.backlog import HOUR_US
 from plexrl_slurm.core.errors import BadInput
-from plexrl_slurm.core.grouping import Placement, Rules
+from plexrl_slurm.core.grouping import Placement, Pools, Rules
 from plexrl_slurm.core.placements import PLACEMENTS as PLACEMENTS
 from plexrl_slurm.core.tails import TailRules
 
@@ -34,6 +34,16 @@ class Cluster:
     def move_us(self, image_bytes: int, gpus: int) -> int:
         """An image from host memory to ``gpus`` GPUs, or back."""
         return image_bytes * 1_000_000 // (self.gpu_bytes_per_s * gpus)
+
+    def pools(self) -> Pools:
+        """As placement sees it while nobody is there."""
+        return Pools(
+            train_free=self.train_gpus,
+            rollout_free=self.rollout_gpus,
+            node_gpus=self.node_gpus,
+            node_bytes=self.node_bytes,
+            nvme_bytes=self.nvme_bytes,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

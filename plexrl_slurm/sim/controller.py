@@ -32,10 +32,12 @@ class Controller:
 
     def __init__(self, job: SimJob, service: Service) -> None:
         self._job, self._service = job, service
-        self._seq = 0
+        self._seq = self._sample_seq = 0
         #: Rollouts begun, ended and rewarded; steps trained.
         self._begun = self._sampled = self._rewarded = self._trained = 0
         self._steps: dict[int, Step] = {}
+        #: Of the rollout that is under way: what it samples after the tools that it waits for.
+        self._parts: list[int] = []
         #: Of the step that trains: its functions that are left. ``None``: none trains.
         self._left: list[tuple[FunctionKind, int]] | None = None
 
@@ -53,9 +55,12 @@ class Controller:
         """A call was answered."""
         if call.kind is FunctionKind.CREATE:
             self._sample()
+        elif call.kind is FunctionKind.SAMPLE and self._parts:
+            stall_us = self._steps[self._sampled].stall_us
+            self._service.at(self._service.now_us + stall_us, self._sample_on)
         elif call.kind is FunctionKind.SAMPLE:
+            reward_us = self._steps[self._sampled].reward_us
             self._sampled += 1
-            reward_us = self._steps[call.seq].reward_us
             self._service.at(self._service.now_us + reward_us, self._reward)
             self._sample()
         elif self._left:
@@ -73,7 +78,14 @@ class Controller:
         ):
             self._begun += 1
             step = self._steps[number] = self._job.step(number)
-            self._service.call(self._job.number, FunctionKind.SAMPLE, number, step.sample_us)
+            self._parts = list(step.sampling_us)
+            self._sample_on()
+
+    def _sample_on(self) -> None:
+        """A call for all of a rollout up to where its sequences wait for their tools."""
+        self._sample_seq += 1
+        length_us = self._parts.pop(0)
+        self._service.call(self._job.number, FunctionKind.SAMPLE, self._sample_seq - 1, length_us)
 
     def _reward(self) -> None:
         self._rewarded += 1

@@ -5,11 +5,12 @@ Durations are busy time, so what a job waited for others is not in them; what it
 """
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean, median, pstdev
-from typing import Any
+from typing import Any, Final
 
 from plexrl_slurm.core.messages import Activity, FunctionKind
 from plexrl_slurm.sim.trace import (
@@ -27,6 +28,10 @@ from plexrl_slurm.sim.trace import (
 )
 
 _SECOND: float = 1e6
+#: New weights come of these.
+_LAST: Final = frozenset({FunctionKind.OPTIM_STEP, FunctionKind.PUBLISH})
+#: More in one rollout are counted as so many longer ones.
+_MOST_STALLS: Final = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +45,7 @@ class PastJob:
     user: str
     account: str
     qos: str
+    #: Its own, times the weight of its QOS.
     priority: int
     seed: int
     submit_us: int
@@ -52,6 +58,8 @@ class PastJob:
     #: Bytes of a training image for each of them.
     bytes_per_param: float
     walltime_s: float
+    #: How much slower than alone it might become.
+    max_slowdown: float = 1.1
 
 
 @dataclass(slots=True)
@@ -63,6 +71,9 @@ class _Seen:
     #: ``(start, stop)`` of samples, and of training functions with their call and kind.
     samples: list[tuple[int, int]] = field(default_factory=list)
     stretches: list[tuple[int, int, str, FunctionKind]] = field(default_factory=list)
+    #: Where it sampled, and which WPGs were kept for it when.
+    wpgs: set[str] = field(default_factory=set)
+    kept: list[tuple[str, int, int]] = field(default_factory=list)
     #: When a training function that began at an instant was asked for, where that is known.
     asked: dict[int, int] = field(default_factory=dict)
 
@@ -90,16 +101,24 @@ def from_ledger(
     came, without which the wait of a training function counts as time that its job spent outside.
     """
     seen: dict[str, _Seen] = {}
+    idle: dict[str, list[tuple[int, int]]] = {}
     for row in stretches:
-        if row["activity"] != Activity.BUSY or row["job_id"] is None:
+        start, stop = int(row["start_us"]), int(row["stop_us"])
+        if row["activity"] == Activity.IDLE:
+            idle.setdefault(row["wpg"], []).append((start, stop))
+        if row["job_id"] is None:
             continue
         mine = seen.setdefault(str(row["job_id"]), _Seen())
-        start, stop = int(row["start_us"]), int(row["stop_us"])
+        if row["activity"] == Activity.KEPT:
+            mine.kept.append((row["wpg"], start, stop))
+        if row["activity"] != Activity.BUSY:
+            continue
         kind = FunctionKind(row["kind"]) if row["kind"] else FunctionKind.SAMPLE
         gpus = max(1, round(row["gpu_us"] / max(1, stop - start)))
         if kind is FunctionKind.SAMPLE:
             mine.rollout_gpus = max(mine.rollout_gpus, gpus)
             mine.samples.append((start, stop))
+            mine.wpgs.add(row["wpg"])
         elif kind is not FunctionKind.CREATE:
             mine.train_gpus = max(mine.train_gpus, gpus)
             mine.stretches.append((start, stop, row["call_id"] or "", kind))
@@ -117,7 +136,9 @@ def from_ledger(
         elif not job.parameters:
             left_out[job.name] = f"the catalogue has no model {job.model}"
         else:
-            found.append(_trace(job, mine, steps, first_us))
+            free = [span for wpg in mine.wpgs for span in idle.get(wpg, ())]
+            free += [(start, stop) for wpg, start, stop in mine.kept if wpg in mine.wpgs]
+            found.append(_trace(job, mine, steps, first_us, sorted(free)))
     return found, left_out
 
 
@@ -145,6 +166,7 @@ def _trace(
     mine: _Seen,
     steps: list[list[tuple[int, int, FunctionKind]]],
     first_us: int,
+    free: Sequence[tuple[int, int]],
 ) -> TraceJob:
     def of(kind: FunctionKind) -> list[float]:
         """Seconds of each step in functions of a kind, without steps that had none."""
@@ -160,6 +182,7 @@ def _trace(
         if k is FunctionKind.FORWARD_BACKWARD
     ]
     count = max(1, round(len(micro) / len(steps)))
+    tool = _tool(_stalls(_merged(mine.samples), steps, free), len(steps))
     gaps = [(after[0] - before[1]) / _SECOND for step in steps for before, after in pairwise(step)]
     together = _overlap(mine.samples, [(step[0][0], step[-1][1]) for step in steps])
     return TraceJob(
@@ -172,7 +195,7 @@ def _trace(
         priority=float(max(1, job.priority)),
         algo="grpo",
         mode="async1" if together else "sync",
-        kind="reasoning",
+        kind="agentic" if tool.stalls else "reasoning",
         steps=len(steps),
         fail_step=None,
         seed=abs(job.seed),
@@ -191,7 +214,7 @@ def _trace(
         phases=Phases(
             rollout_s=_lasting(rollouts),
             tail=Tail(frac=0, engines_needed=1, longest_over_median=1),
-            tool=Tool(stalls=0, stall_s=0),
+            tool=tool,
             reward_s=_lasting(pauses_s),
             logprob_s=_lasting(of(FunctionKind.FORWARD)),
             fwdbwd_s=MicroSteps(**_fields(micro), count=count),
@@ -203,7 +226,7 @@ def _trace(
             client_end_s=max(0, job.end_us - steps[-1][-1][1]) / _SECOND,
         ),
         drift=Drift(kind="linear", per_150_steps=0),
-        slo=Slo(max_slowdown=1.1),
+        slo=Slo(max_slowdown=job.max_slowdown),
     )
 
 
@@ -225,6 +248,36 @@ def _rollouts(
             pauses.append(max(0.0, asked.get(begin, begin) - mine[-1][1]) / _SECOND)
         before = begin
     return lengths, pauses
+
+
+def _stalls(
+    merged: Sequence[tuple[int, int]],
+    steps: list[list[tuple[int, int, FunctionKind]]],
+    free: Sequence[tuple[int, int]],
+) -> list[float]:
+    """Seconds of each pause within a rollout: while the job waited for its tools.
+
+    A pause in which a step ended was for new weights. The job asked for more when its WPG, which
+    was ``free``, was so no longer; of a pause in which it never was nobody knows what it was for.
+    """
+    ends = [b for step in steps for _, b, kind in step if kind in _LAST]
+    begun = [a for a, _ in free]
+    found = []
+    for (_, begin), (end, _) in pairwise(merged):
+        if bisect_right(ends, end) > bisect_left(ends, begin):
+            continue
+        last = bisect_left(begun, end) - 1
+        asked = min(free[last][1], end) if last >= 0 else begin
+        if begin < asked and begin < steps[-1][0][0]:
+            found.append((asked - begin) / _SECOND)
+    return found
+
+
+def _tool(stalls: Sequence[float], steps: int) -> Tool:
+    """As many of one length in each step."""
+    if not (count := min(_MOST_STALLS, -(-len(stalls) // steps))):
+        return Tool(stalls=0, stall_s=0)
+    return Tool(stalls=count, stall_s=round(sum(stalls) / (steps * count), 6))
 
 
 def _merged(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -11,6 +11,9 @@ from plexrl_slurm.core.predict import Profile
 from plexrl_slurm.sim.trace import DRIFT_STEPS, Lasting, TraceJob
 
 SECOND_US = 1_000_000
+#: The scheduler's weights are whole numbers, a trace's priorities need not be: only proportions
+#: count, and a power of two changes no rounding.
+_WEIGHT = 1024
 
 
 def micro(seconds: float) -> int:
@@ -24,9 +27,18 @@ class Step:
 
     #: Pull of the weights, the rollout with its tool stalls.
     sample_us: int
+    #: The stalls, and how long each is.
+    stalls: int
+    stall_us: int
     reward_us: int
     #: Training functions in their order.
     train: tuple[tuple[FunctionKind, int], ...]
+
+    @property
+    def sampling_us(self) -> tuple[int, ...]:
+        """Of the rollout, what lies between its stalls: all alike."""
+        each_us, left_us = divmod(self.sample_us - self.stalls * self.stall_us, self.stalls + 1)
+        return (each_us + left_us, *[each_us] * self.stalls)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -65,17 +77,25 @@ class SimJob:
             _train=train,
         )
 
+    @property
+    def weight(self) -> int:
+        """On its WPGs."""
+        return max(1, round(_WEIGHT * self.trace.priority))
+
     def step(self, number: int) -> Step:
         """Durations of step ``number``, from 0."""
         phases, drift = self.trace.phases, self.trace.drift.per_150_steps
         grown = 1 + drift * min(number, DRIFT_STEPS) / DRIFT_STEPS
         factor = float(self._train[number])
-        stalls_s = phases.tool.stalls * phases.tool.stall_s
-        rollout_s = phases.rollout_s.median * float(self._rollout[number]) * grown + stalls_s
+        stall_us = micro(phases.tool.stall_s)
+        stalls = phases.tool.stalls if stall_us else 0
+        rollout_s = phases.rollout_s.median * float(self._rollout[number]) * grown
         forward = (FunctionKind.FORWARD, micro(phases.logprob_s.median * factor))
         micro_step = (FunctionKind.FORWARD_BACKWARD, micro(phases.fwdbwd_s.median * factor))
         return Step(
-            sample_us=micro(phases.pull_s.median + rollout_s),
+            sample_us=micro(phases.pull_s.median + rollout_s) + stalls * stall_us,
+            stalls=stalls,
+            stall_us=stall_us,
             reward_us=micro(phases.reward_s.median * float(self._reward[number])),
             train=(
                 forward,
@@ -134,6 +154,7 @@ class SimJob:
             function_us=micro(longest_s),
             switch_us=switch_us,
             overlaps=together,
+            weight=self.weight,
             slack_us=micro(max(0.0, away_s - phase_s - reward_s)) if together else 0,
             spread_us=micro(rollout_s * phases.rollout_s.sigma),
         )
@@ -153,6 +174,7 @@ class SimJob:
             function_us=max(length for _, length in taken[0].train),
             switch_us=switch_us,
             overlaps=together,
+            weight=self.weight,
             slack_us=max(0, away_us - phase_us - reward_us) if together else 0,
             spread_us=int(np.std([step.sample_us for step in taken])),
         )

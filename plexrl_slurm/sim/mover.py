@@ -117,7 +117,7 @@ class Mover:
                         wpg=WpgId(f"train-{number}"),
                         image_bytes=world.image_of(job),
                         content=name,
-                        priority=1,
+                        priority=world.records[job].job.weight,
                     ),
                     image=world.images.get(name),
                     at_us=world.now_us,

@@ -1,6 +1,7 @@
 """What the partition believes of a job: a guess, its like's history, its own first steps."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
@@ -58,7 +59,7 @@ class Profiles:
     def _guess(self, job: SimJob) -> Profile:
         known = self._history.get(_alike(job.trace))
         if known is not None:
-            return known
+            return replace(known, weight=job.weight)
         truth = job.declared(self._switch_us(job))
         if not self._plan.learn_steps or not self._plan.guess_sigma:
             return truth
@@ -74,6 +75,7 @@ class Profiles:
             overlaps=truth.overlaps,
             slack_us=max(0, away_us - phase_us) if truth.overlaps else 0,
             spread_us=truth.spread_us,
+            weight=truth.weight,
         )
 
 

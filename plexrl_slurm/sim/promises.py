@@ -26,7 +26,7 @@ class Promises:
         group.members[job.number] = member = replace(
             group.members[job.number],
             allowed=allowance(
-                group.members[job.number],
+                job.trace.slo.max_slowdown,
                 done_us=done_us + job.create_us,
                 taken_us=taken_us,
                 left_us=(job.trace.steps - steps) * done_us / steps,

@@ -8,8 +8,9 @@ from time import perf_counter
 from typing import Final
 
 from plexrl_slurm.core.errors import BadInput
+from plexrl_slurm.core.grouping import MEMORY_SHARE
 from plexrl_slurm.core.messages import Pool, Wpg
-from plexrl_slurm.sim.cluster import NODE_GPUS, Cluster, Plan, find
+from plexrl_slurm.sim.cluster import Cluster, Plan, find
 from plexrl_slurm.sim.held import HeldWorld
 from plexrl_slurm.sim.report import Figures, figures
 from plexrl_slurm.sim.tailed import TailedWorld
@@ -94,10 +95,11 @@ def refuse_impossible(trace: list[TraceJob], cluster: Cluster) -> None:
                     f"job {job.id} needs {gpus} {pool} GPUs and the cluster has {has}: "
                     "give more --gpus, or another --split"
                 )
-        nodes = -(-job.train.gpus // NODE_GPUS)
-        if job.model.image_bytes > nodes * cluster.node_bytes:
-            need, have = job.model.image_bytes / 1e9, nodes * cluster.node_bytes / 1e9
+        need, room = job.model.image_bytes, cluster.pools().host_bytes(job.train.gpus)
+        if need > room:
             raise BadInput(
-                f"job {job.id}: the state of {job.model.name} takes {need:,.0f} GB of host memory "
-                f"and {nodes} nodes have {have:,.0f}: give more --node-memory, or train.gpus"
+                f"job {job.id}: the state of {job.model.name} takes {need / 1e9:,.0f} GB of host "
+                f"memory, and the nodes of {job.train.gpus} training GPUs have {room / 1e9:,.0f} "
+                f"GB for images, {MEMORY_SHARE:.0%} of their memory and all of their disks: give "
+                "more --node-memory, --node-nvme, or train.gpus"
             )

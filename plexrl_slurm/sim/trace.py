@@ -24,6 +24,7 @@ Bytes = Annotated[float, Meta(gt=0, le=1e6)]
 Steps = Annotated[int, Meta(ge=1, le=10**6)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Spread = Annotated[float, Meta(ge=0, le=10)]
+Weight = Annotated[float, Meta(gt=0, le=1e6)]
 Instant = Annotated[int, Meta(ge=0, le=10**17)]
 
 #: Longest that a job may take, on average: 31 years.
@@ -140,7 +141,8 @@ class TraceJob(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     user: str
     account: str
     qos: str
-    priority: Positive
+    #: In the queue, and its weight on its WPGs.
+    priority: Weight
     algo: str
     mode: Literal["sync", "async1"]
     kind: Literal["reasoning", "agentic"]

@@ -13,7 +13,7 @@ import numpy as np
 
 from plexrl_slurm.core.backlog import Backlog, Waiting
 from plexrl_slurm.core.costs import SwitchCosts
-from plexrl_slurm.core.grouping import Group, Home, Member, Placement, Pools, Why, place
+from plexrl_slurm.core.grouping import Group, Home, Member, Placement, Why, place
 from plexrl_slurm.core.ids import CallId, CauseId, DeploymentId, JobId, WpgId
 from plexrl_slurm.core.ledger import split
 from plexrl_slurm.core.messages import (
@@ -91,13 +91,7 @@ class World:
             hysteresis=plan.hysteresis,
             tails=plan.tails,
         )
-        self.pools = Pools(
-            train_free=cluster.train_gpus,
-            rollout_free=cluster.rollout_gpus,
-            node_gpus=cluster.node_gpus,
-            node_bytes=cluster.node_bytes,
-            nvme_bytes=cluster.nvme_bytes,
-        )
+        self.pools = cluster.pools()
         fit = plan.rules.placement is Placement.FIT
         self.backlog = Backlog(
             backfill=plan.backfill, guard_us=plan.guard_us, depth=plan.depth, joins_first=fit
@@ -162,6 +156,9 @@ class World:
             seen += 1
             if progress is not None and seen % PROGRESS_EVERY == 0:
                 progress(self)
+        left = [each.job.trace.id for each in self.records.values() if each.end_us < 0]
+        if left:
+            raise AssertionError(f"nothing happens any more, and these have not ended: {left}")
 
     def send(self, event: AnyEvent) -> None:
         """Tell the core a fact."""
@@ -313,7 +310,7 @@ class World:
                         wpg=wpg,
                         image_bytes=size,
                         content=name,
-                        priority=1,
+                        priority=record.job.weight,
                     ),
                     at_us=self.now_us,
                     cause=CAUSE,

@@ -316,6 +316,29 @@ def test_explain_tells_reasons_and_story(plexrl: Plexrl, daemon: FakeDaemon) -> 
     assert text.endswith(" submitted: by ada\n")
 
 
+def test_explain_tells_what_is_believed_and_what_is_left_of_the_promise(
+    plexrl: Plexrl, daemon: FakeDaemon
+) -> None:
+    daemon.jobs = [make_job(1, max_slowdown=1.1)]
+    habits = {
+        "from": "its own steps", "step_us": 20_000_000, "train_us": 5_000_000,
+        "sample_us": 12_000_000, "overlaps": False, "slowed": 1.14, "allowed": 1.06,
+    }  # fmt: skip
+    told = {"job": daemon.jobs[0], "sentences": [], "story": [], "deployments": []}
+
+    def text(**changes: Any) -> str:
+        daemon.answers["GET /jobs/1/explain"] = {**told, "habits": habits | changes}
+        return plexrl("explain", "101").stdout
+
+    assert text().endswith(
+        "A step alone takes 20 s: 25% on its training WPG, 60% on its rollout WPG (by its own "
+        "steps). It was promised at most 1.10 times that. So far its steps have taken 1.14 times "
+        "that, and from now on they may take 1.06 times.\n"
+    )
+    assert text(allowed=None).endswith("So far its steps have taken 1.14 times that.\n")
+    assert text(slowed=None).endswith("It was promised at most 1.10 times that.\n")
+
+
 def test_trace_draws_and_writes_a_perfetto_file(
     plexrl: Plexrl, daemon: FakeDaemon, home: Path
 ) -> None:

@@ -1,5 +1,6 @@
 """plexrl sim trace --from-ledger names jobs as squeue and sreport do."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,11 +9,22 @@ from click.testing import Result
 
 from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.ids import SlurmId
-from plexrl_slurm.db import queue, schema
+from plexrl_slurm.core.messages import Activity
+from plexrl_slurm.db import calls, queue, schema
 from plexrl_slurm.db.engine import open_database, transaction
-from tests.db.builders import add_job
+from plexrl_slurm.sim.trace import read_trace
+from tests.db.builders import (
+    ROLLOUT,
+    TRAIN,
+    add_deployment,
+    add_hold,
+    add_job,
+    charge,
+    make_call,
+)
 
 Plexrl = Callable[..., Result]
+S = 1_000_000
 
 
 @pytest.fixture
@@ -66,3 +78,44 @@ def test_a_number_that_nobody_sees_is_refused(
     told: Callable[..., str], job: str, said: str
 ) -> None:
     assert said in told("--jobs", job)
+
+
+def test_a_history_becomes_a_trace_that_runs(plexrl: Plexrl, home: Path, tmp_path: Path) -> None:
+    """With a job's own promise, its priority times its QOS's weight, and its tools."""
+    with (home / "plexrl.toml").open("a") as config:
+        config.write("\n[sharing]\nmax_slowdown = 1.2\n[qos.fast]\nweight = 4\n")
+    (home / "state").mkdir()
+    engine = open_database(f"sqlite:///{home / 'state' / 'plexrl.sqlite'}")
+    schema.upgrade(engine)
+    begun_us = now_us() - 3600 * S
+    with transaction(engine) as session:
+        add_hold(session, now_us=begun_us, wpgs=(TRAIN, ROLLOUT), partition="rlvr")
+        for number, options in enumerate(({}, {"qos": "fast", "max_slowdown": "1.05"})):
+            job = add_job(session, partition="rlvr", now_us=begun_us, priority=3, options=options)
+            at_us = begun_us + 60 * S * number
+            deployment = add_deployment(session, job)
+            call = make_call(job, deployment, seq=number)
+            calls.record_call(session, call, now_us=at_us + 20 * S)
+            for start, stop, wpg, activity, mine in (
+                (0, 4, ROLLOUT, Activity.BUSY, True),
+                (4, 10, ROLLOUT, Activity.IDLE, False),
+                (10, 20, ROLLOUT, Activity.BUSY, True),
+                (20, 25, TRAIN, Activity.BUSY, True),
+            ):
+                charge(
+                    session, at_us + start * S, at_us + stop * S, wpg=wpg, activity=activity,
+                    job=job if mine else None, call=call.id if wpg == TRAIN else None,
+                )  # fmt: skip
+    engine.dispose()
+    trace = tmp_path / "t.jsonl"
+    done = plexrl("sim", "trace", str(trace), "--from-ledger", "--json")
+    assert done.exit_code == 0, done.stderr
+    assert json.loads(done.stdout) == {"file": str(trace), "jobs": 2, "left_out": {}}
+    plain, fast = read_trace(trace)
+    assert (plain.slo.max_slowdown, fast.slo.max_slowdown) == (1.2, 1.05)
+    assert (plain.priority, fast.priority) == (3, 12)
+    assert (plain.phases.tool.stalls, plain.phases.tool.stall_s) == (1, 6)
+    assert plain.phases.rollout_s.median == 14
+    ran = plexrl("sim", "run", str(trace), "--gpus", "16", "--split", "1:1", "--json")
+    assert ran.exit_code == 0, ran.stderr
+    assert json.loads(ran.stdout)["jobs"] == 2

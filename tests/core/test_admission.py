@@ -256,3 +256,15 @@ def test_a_job_may_take_the_steps_of_the_table_and_no_others() -> None:
                 with pytest.raises(InvalidTransition, match="job 1"):
                     check_step(JobId(1), start, finish)
     assert not [start for start, _ in STEPS if start in ENDED]
+
+
+def test_what_a_job_has_lost_is_left_no_more_for_others() -> None:
+    there, new = job(1, uses(train=30), promise=1.5), job(2, uses(train=30), promise=2.0)
+    only = [site("train-0"), *SITES[2:], site("rollout-1", Pool.ROLLOUT)]
+    assert homes(ask(new, at(there, "train-0"), sites=only)) == ("train-0", "rollout-1")
+    late = replace(there, allowed=1.02)
+    found = ask(new, at(late, "train-0"), sites=only)
+    assert not isinstance(found, Placement)
+    assert (found[0].kind, found[0].job) == (ObstacleKind.PROMISE, 1)
+    assert found[0].sentence.startswith("on train-0 job 1 (ada) would run 1.")
+    assert "1.50 was promised, of which 1.02 is left after what it has lost" in found[0].sentence

@@ -21,24 +21,26 @@ S, GIB = 1_000_000, 2**30
 
 def profiles(phase: st.SearchStrategy[int]) -> st.SearchStrategy[Profile]:
     return st.builds(
-        lambda share, step, switch, overlaps: Profile(
+        lambda share, step, switch, overlaps, weight: Profile(
             step_us=step * S,
             phase_us=step * S * share // 100,
             function_us=step * S * share // 200,
             switch_us=switch * S // 100,
             overlaps=overlaps,
             slack_us=step * S * (100 - share) // 200 if overlaps else 0,
+            weight=weight,
         ),
         phase,
         st.integers(10, 1000),
         st.integers(0, 500),
         st.booleans(),
+        st.sampled_from([1, 1, 8]),
     )
 
 
 SHARES = st.integers(1, 60)
 APPLICANTS = st.builds(
-    lambda train, rollout, promise, image: Applicant(
+    lambda train, rollout, promise, image, allowed: Applicant(
         job=JobId(0),
         label="",
         models=("m",),
@@ -46,11 +48,14 @@ APPLICANTS = st.builds(
         rollout_images=(image * GIB // 8,),
         habits={1: Habits(train=train, rollout=rollout)},
         max_slowdown=promise,
+        allowed=allowed,
     ),
     profiles(SHARES),
     profiles(SHARES),
     st.sampled_from([1.0, 1.02, 1.1, 1.5, 4.0]),
     st.integers(1, 6),
+    # What is left of the promise, after what was lost.
+    st.sampled_from([0.0, 0.0, 1.03, 1.2]),
 )
 
 
@@ -138,6 +143,7 @@ def test_at_admission_no_promise_breaks_and_no_memory_is_given_twice(
             rollout_images=who.rollout_images,
             habits=who.habits,
             max_slowdown=who.max_slowdown,
+            allowed=who.allowed,
         )
         before = dict(town.settled)
         try:
@@ -161,5 +167,5 @@ def test_at_admission_no_promise_breaks_and_no_memory_is_given_twice(
         assert max(trains.count(wpg) for wpg in trains) <= town.rules.most
         if way is Way.FIT:
             for each in town.settled.values():
-                assert town.slow(each) <= each.who.max_slowdown + 1e-9
+                assert town.slow(each) <= each.who.most + 1e-9
     tried("admission")

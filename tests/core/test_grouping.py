@@ -98,6 +98,24 @@ class TestPrediction:
         assert beside_short[0] > beside_alike[0]
         assert beside_short[1] < 1 + 0.27 * 400 / 2 / 120  # the rest of the long phase
 
+    def test_whoever_weighs_more_is_interrupted_less_and_interrupts_more(self) -> None:
+        def pair(first: int, second: int) -> list[float]:
+            return slowdowns([replace(profile(40), weight=each) for each in (first, second)])
+
+        assert pair(3, 3) == pair(1, 1)
+        light, heavy = pair(1, 20)
+        assert heavy < pair(1, 1)[0] < light
+        assert pair(20, 1) == [heavy, light]
+
+    def test_a_promise_that_weights_break_is_not_given(self) -> None:
+        mine = member(2, of=profile(40), promise=1.16)
+        alike, heavy = (
+            pools([member(1, of=replace(profile(40), weight=weight), promise=2.0)])
+            for weight in (1, 20)
+        )
+        assert place(mine, alike, FIT) == Home(group=1)
+        assert place(mine, heavy, FIT) is Why.PROMISE
+
 
 class TestShapes:
     WIDER = ((32, 0.6),)
@@ -144,7 +162,7 @@ class TestShapes:
 
 class TestAllowance:
     def of(self, *, taken: int, done: int = 500, left: int = 500) -> float:
-        return allowance(member(1), done_us=done * S, taken_us=taken * S, left_us=left * S)
+        return allowance(1.1, done_us=done * S, taken_us=taken * S, left_us=left * S)
 
     def test_who_is_as_late_as_promised_may_go_on_so(self) -> None:
         assert self.of(taken=550) == pytest.approx(1.1)

@@ -201,6 +201,9 @@ def test_what_a_job_waits_for_another_is_no_part_of_its_step(bench: Bench) -> No
     assert found.step_us == pytest.approx(16 * S, rel=0.02)
     assert found.phase_us == 5 * S
     assert found.train_switch_us == bench.switch_us
+    # What it has lost is known, too.
+    assert found.alone_us == pytest.approx(4 * 16 * S, rel=0.02)
+    assert 4 * 30 * S < found.taken_us - found.alone_us < 4 * 32 * S
 
 
 def test_a_job_that_samples_while_it_trains_overlaps(bench: Bench) -> None:

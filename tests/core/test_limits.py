@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from plexrl_slurm.core.dues import Dues
 from plexrl_slurm.core.ids import JobId
 from plexrl_slurm.core.limits import (
     HeldKind,
@@ -17,6 +18,7 @@ from plexrl_slurm.core.limits import (
     Subject,
     Tally,
 )
+from plexrl_slurm.core.priority import DAY_US, Owner
 
 GIB = 2**30
 
@@ -117,6 +119,68 @@ def test_gpu_time_of_a_day_holds_what_comes_next() -> None:
     assert "gpu_seconds_per_day is 3,600" in held.sentence
     assert rules.daily()
     assert not LimitRules(users=TWO).daily()
+
+
+DAY, MEMORY = Limits(gpu_us_per_day=3_600_000_000), Limits(host_bytes=4 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("key", "rules", "kind"),
+    [
+        (Key(Scope.USER, "ada"), LimitRules(users=DAY), HeldKind.ASSOC_GPU),
+        (Key(Scope.USER, "ada"), LimitRules(user={"ada": DAY}), HeldKind.ASSOC_GPU),
+        (Key(Scope.ACCOUNT, "lab"), LimitRules(accounts=DAY), HeldKind.ASSOC_GPU),
+        (
+            Key(Scope.QOS, "normal"),
+            LimitRules(qos={"normal": Qos(name="normal", limits=DAY)}),
+            HeldKind.QOS_GPU,
+        ),
+        (
+            Key(Scope.QOS_USER, "normal", "ada"),
+            LimitRules(qos={"normal": Qos(name="normal", per_user=DAY)}),
+            HeldKind.QOS_USER_GPU,
+        ),
+    ],
+)
+def test_gpu_time_of_a_day_is_limited_for_everybody(
+    key: Key, rules: LimitRules, kind: HeldKind
+) -> None:
+    dues = Dues(0)
+    dues.add(Owner("lab", "ada"), "normal", 3_599_999_999, 2 * DAY_US)
+    assert Tally(rules, dues.today(2 * DAY_US)).holds(job(1)) is None
+    dues.add(Owner("lab", "ada"), "normal", 1, 2 * DAY_US + 1)
+    held = Tally(rules, dues.today(2 * DAY_US)).holds(job(1))
+    assert held is not None
+    assert held.kind is kind
+    assert f"{key.words()} used 3,600 GPU-seconds in 24 hours" in held.sentence
+    stranger = job(2, user="bob", account="bio", qos="other")
+    assert Tally(rules, dues.today(2 * DAY_US)).holds(stranger) is None
+    assert Tally(rules, dues.today(3 * DAY_US + 60_000_000)).holds(job(1)) is None
+
+
+@pytest.mark.parametrize(
+    ("rules", "kind", "whose"),
+    [
+        (LimitRules(users=MEMORY), HeldKind.ASSOC_MEMORY, "user ada"),
+        (LimitRules(accounts=MEMORY), HeldKind.ASSOC_MEMORY, "account lab"),
+        (LimitRules(account={"lab": MEMORY}), HeldKind.ASSOC_MEMORY, "account lab"),
+        (
+            LimitRules(qos={"normal": Qos(name="normal", limits=MEMORY)}),
+            HeldKind.QOS_MEMORY,
+            "qos normal",
+        ),
+    ],
+)
+def test_host_memory_is_limited_for_everybody(
+    rules: LimitRules, kind: HeldKind, whose: str
+) -> None:
+    found = tally(rules, [job(1, gib=3)])
+    assert found.holds(job(2, gib=1)) is None
+    held = found.holds(job(2, gib=2))
+    assert held is not None
+    assert held.kind is kind
+    assert held.sentence.startswith(f"jobs of {whose} have 3.00 GiB of host memory")
+    assert found.holds(job(2, user="bob", account="bio", qos="other", gib=4)) is None
 
 
 def test_host_memory_is_for_jobs_together_and_a_job_that_never_fits_is_refused() -> None:

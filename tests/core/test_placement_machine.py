@@ -1,5 +1,7 @@
 """Jobs come, find homes and go, under every placement: capacity, promises and the queue's order."""
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -31,16 +33,16 @@ class Partition(RuleBasedStateMachine):
         gpus=st.sampled_from([8, 16, 16, 32]), rollout=st.sampled_from([8, 8, 16]),
         gib=st.integers(1, 300), phase=st.integers(1, 60), step=st.integers(60, 200),
         overlaps=st.booleans(), promise=st.sampled_from([1.0, 1.05, 1.1, 2.0]),
-        priority=st.sampled_from([1.0, 1.0, 5.0]), later_us=st.integers(0, 100 * HOUR_US),
+        priority=st.sampled_from([1, 1, 5]), later_us=st.integers(0, 100 * HOUR_US),
     )  # fmt: skip
     def arrive(
         self, gpus: int, rollout: int, gib: int, phase: int, step: int, overlaps: bool,
-        promise: float, priority: float, later_us: int,
+        promise: float, priority: int, later_us: int,
     ) -> None:  # fmt: skip
         self.now += later_us
         self.jobs += 1
-        new = member(self.jobs, gpus=gpus, rollout=rollout, gib=gib, promise=promise,
-                     of=profile(phase, step, overlaps=overlaps))  # fmt: skip
+        weighed = replace(profile(phase, step, overlaps=overlaps), weight=priority)
+        new = member(self.jobs, gpus=gpus, rollout=rollout, gib=gib, promise=promise, of=weighed)
         self.backlog.arrive(Waiting(member=new, priority=priority, since_us=self.now))
 
     @precondition(lambda self: self.homes)

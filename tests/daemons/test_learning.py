@@ -138,6 +138,41 @@ def test_a_guess_then_its_own_steps_then_its_likes(play: Play) -> None:
     play(scene)
 
 
+def test_what_a_job_has_lost_is_taken_off_its_promise(play: Play) -> None:
+    async def scene(folder: Path, store: Store) -> None:
+        bench = Bench(folder, store)
+        job, allowed = bench.job(1), bench.placer.allowed_of
+        late = replace(learned(), alone_us=500 * S, taken_us=570 * S)
+        before = bench.placer.version_of
+        assert before is not None
+        bench.step(job, replace(late, steps=OWN_STEPS - 1))
+        assert allowed(job) == 0
+        known = before(job)
+        bench.step(job, late)
+        # 1.10 of 1000 s, of which 570 s are over: 530 s are left for 500 s.
+        assert allowed(job) == 1.06
+        seen = bench.book.view(job)
+        assert (seen["slowed"], seen["allowed"]) == (1.14, 1.06)
+        assert bench.book.view(bench.job(9))["slowed"] is None
+        assert before(job) != known
+        bench.book.ended(job, well=True, at_us=2000 * S)
+        assert allowed(job) == 0
+        # That one took 5 steps of 100 s; of this one 15 are left, as its like took 20.
+        await bench.settle()
+        longer = bench.job(2)
+        bench.book.ended(longer, well=False, at_us=0)
+        bench.step(job, replace(learned(steps=20), alone_us=1, taken_us=1))
+        bench.book.ended(job, well=True, at_us=3000 * S)
+        bench.step(longer, late)
+        assert allowed(longer) == round(1 + (2000 * 0.1 - 70) / 1500, 3)
+        strict = bench.job(3)
+        strict.max_slowdown = 1.5
+        bench.step(strict, replace(late, taken_us=500 * S))
+        assert allowed(strict) == round(1 + 2000 * 0.5 / 1500, 3)
+
+    play(scene)
+
+
 ROLLED = Rollouts(lengths_us=(9 * S, 70 * S), gaps_us=(5, 20 * S), stalls_us=(20 * S,))
 
 

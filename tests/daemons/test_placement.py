@@ -97,6 +97,19 @@ def test_each_job_has_its_own_promise_and_the_partitions_without_one(tmp_path: P
     assert "1.01 was promised" in refused.sentence
 
 
+def test_a_job_s_weight_counts_when_promises_are_predicted(tmp_path: Path) -> None:
+    def second(weight: int, promise: float) -> Any:
+        bench = Bench(tmp_path, trains=1, guess=HEAVY, max_slowdown=4.0)
+        bench.state.jobs[JobId(1)] = first = replace(bench.job(1), priority=weight)
+        assert bench.placer.admit(first, ["tiny"]) == ()
+        return bench.placer.admit(bench.job(2, promise), ["tiny"])
+
+    needs = next(promise / 100 for promise in range(100, 300) if not second(1, promise / 100))
+    (refused,) = second(50, needs)
+    assert refused.kind is ObstacleKind.PROMISE
+    assert "it would run" in refused.sentence
+
+
 def test_would_place_answers_for_when_jobs_have_ended_and_changes_nothing(tmp_path: Path) -> None:
     bench = Bench(tmp_path, trains=1, guess=HEAVY)
     first = bench.admit(1)

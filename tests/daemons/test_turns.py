@@ -211,6 +211,11 @@ def test_jobs_of_a_shape_that_found_no_room_are_not_tried_again(
         assert await q.look() == []
         assert q.rooms.asked == jobs[:1]
         assert set(q.words()) == set(jobs)
+        # Whoever weighs more may keep a promise where these would not.
+        heavier = await q.submit(priority=2)
+        q.rooms.asked.clear()
+        assert await q.look() == []
+        assert q.rooms.asked == [heavier, jobs[0]]
 
     play(scene)
 

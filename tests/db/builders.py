@@ -128,12 +128,17 @@ def add_step(
 
 
 def add_hold(
-    session: Session, *, gpus: int = 2, now_us: int = 0, wpgs: tuple[WpgId, ...] = (TRAIN,)
+    session: Session,
+    *,
+    gpus: int = 2,
+    now_us: int = 0,
+    wpgs: tuple[WpgId, ...] = (TRAIN,),
+    partition: str = "rl",
 ) -> None:
     holds.open_hold(
         session,
         hold_id=HOLD,
-        partition="rl",
+        partition=partition,
         backend="local",
         slurm_id=SlurmId("9"),
         epoch="e1",
@@ -154,13 +159,14 @@ def charge(
     wpg: WpgId = TRAIN,
     gpu_us: int | None = None,
     gpus: int = 2,
+    call: CallId | None = None,
 ) -> None:
     """Book one stretch."""
     booked = Charge(
         wpg=wpg,
         activity=activity,
         job=job,
-        call=None,
+        call=call,
         start_us=start_us,
         stop_us=stop_us,
         gpu_us=(stop_us - start_us) * gpus if gpu_us is None else gpu_us,

@@ -64,6 +64,18 @@ def test_jobs_that_sample_on_one_wpg_wait_for_one_another() -> None:
     assert {record.group for record in apart.world.records.values()} == {0, 1, 2}
 
 
+def test_a_job_samples_while_another_one_waits_for_its_tools() -> None:
+    def trace(stalls: int) -> list[TraceJob]:
+        tool = {"stalls": stalls, "stall_s": 60}
+        return alike(2, steps=6, phases__rollout_s__median=40, phases__tool=tool)
+
+    shared, alone = run(trace(3)), run(trace(3)[:1])
+    # 40 s of sampling and 180 s of tools: the other one's 40 s find room among those.
+    assert shared.figures.slowdown.max < 1.1
+    assert shared.figures.makespan_us < 1.2 * alone.figures.makespan_us
+    assert run(trace(0)).figures.slowdown.mean > 1.15
+
+
 def test_a_job_of_another_shape_is_refused_with_what_is_held() -> None:
     trace = [job()]
     has = [Wpg(id=WpgId("train-0"), pool=Pool.TRAIN, gpus=3), *wpgs(trace)[1:]]

@@ -145,3 +145,56 @@ def test_a_history_can_be_run() -> None:
     found = simulate(trace, cluster, placement="isolated", plan=Plan()).figures
     # Three steps of 10 + 1 + 6.1 s and a second to create; publish comes a gap after the step.
     assert found.makespan_us == pytest.approx(3 * 17.1 * S + S, rel=0.01)
+
+
+def at(start: float, stop: float, activity: str, job: str | None = None) -> dict[str, Any]:
+    return ran(start, stop, None, job, 4, activity)
+
+
+def with_tools(at_s: float, pause: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A step whose rollout pauses for four seconds, in which WPG w does ``pause``."""
+    first, second, *training = step(at_s)
+    moved = [
+        {**row, "start_us": row["start_us"] + 4 * S, "stop_us": row["stop_us"] + 4 * S}
+        for row in (second, *training)
+    ]
+    return [first, *pause, *moved]
+
+
+@pytest.mark.parametrize(
+    ("pause", "stalls", "stall_s"),
+    [
+        ([at(5, 9, "idle")], 1, 4),
+        ([at(5, 5.1, "kept", "7"), at(5.1, 9, "idle")], 1, 4),
+        # It asked when nobody was there any more, and waited from then on.
+        ([at(5, 8, "idle"), at(8, 9, "busy", "9")], 1, 3),
+        # Of somebody else.
+        ([at(5, 9, "kept", "9")], 0, 0),
+        ([at(5, 9, "busy", "9")], 0, 0),
+    ],
+)
+def test_what_a_rollout_waits_for_tools_is_told_from_what_it_waits_for_others(
+    pause: list[dict[str, Any]], stalls: int, stall_s: float
+) -> None:
+    (job,), _ = from_ledger(with_tools(0, pause), [past()])
+    assert (job.phases.tool.stalls, job.phases.tool.stall_s) == (stalls, stall_s)
+    assert job.phases.rollout_s.median == 10
+    assert job.kind == ("agentic" if stalls else "reasoning")
+
+
+def test_what_lies_between_two_rollouts_is_no_wait_for_tools() -> None:
+    (job,), _ = from_ledger([*step(0), at(10, 20, "idle"), *step(20)], [past()])
+    assert job.phases.tool.stalls == 0
+
+
+def test_a_history_with_tools_takes_as_long_when_it_is_run() -> None:
+    rows = [*with_tools(0, [at(5, 9, "idle")]), *with_tools(30, [at(35, 39, "idle")])]
+    trace, _ = from_ledger(rows, [past(submit_us=0, start_us=0, end_us=51_100_000)])
+    cluster = Cluster(train_gpus=8, rollout_gpus=8)
+    found = simulate(trace, cluster, placement="isolated", plan=Plan()).figures
+    assert found.makespan_us == pytest.approx(2 * 21.1 * S + S, rel=0.01)
+
+
+def test_promise_and_weight_of_a_job_are_its_own() -> None:
+    (job,), _ = from_ledger(step(0), [past(max_slowdown=1.3, priority=8)])
+    assert (job.slo.max_slowdown, job.priority) == (1.3, 8.0)

@@ -25,6 +25,7 @@ def made(number: int, draw: tuple[str, int, int, int, float, float, int]) -> Tra
         f"j{number}", mode=mode, steps=steps, seed=number, submit_us=submit_us, train__gpus=gpus,
         phases__fwdbwd_s__count=micro_steps, phases__rollout_s__median=rollout_s,
         phases__rollout_s__sigma=sigma, fail_step=None if steps % 3 else 2,
+        phases__tool={"stalls": number % 3, "stall_s": 3.25},
     )  # fmt: skip
 
 
@@ -47,9 +48,11 @@ class Watched(World):
         self.versions: dict[JobId, list[int]] = defaultdict(list)
 
     def call(self, job: JobId, kind: FunctionKind, seq: int, length_us: int) -> None:
-        if kind is FunctionKind.SAMPLE:
-            published = self._controllers[job].steps
-            self.lags[job].append(seq - published)
+        controller = self._controllers.get(job)
+        # A rollout with stalls is several calls.
+        if controller is not None and controller._begun > len(self.lags[job]):
+            published = controller.steps
+            self.lags[job].append(controller._begun - 1 - published)
             self.versions[job].append(published)
         super().call(job, kind, seq, length_us)
 

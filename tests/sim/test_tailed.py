@@ -58,7 +58,7 @@ def test_two_at_once_that_slow_each_other_down_gain_less() -> None:
 
 @pytest.mark.parametrize("rules", [WAIT, PAUSE, BESIDE])
 def test_every_held_microsecond_is_booked_once(rules: TailRules) -> None:
-    trace = alike(3, steps=6)
+    trace = alike(3, steps=6, phases__tool={"stalls": 2, "stall_s": 9})
     world = run(trace, rules)
     gpus = {Pool.TRAIN: 3 * trace[0].train.gpus, Pool.ROLLOUT: trace[0].rollout.gpus}
     for pool in Pool:

@@ -44,6 +44,8 @@ def changed(**changes: Any) -> dict[str, Any]:
         (changed(phases__fwdbwd_s__count=2**62), "count: Expected `int` <= 1000000"),
         (changed(phases__rollout_s__sigma=1e300), "sigma: Expected `float` <= 10"),
         (changed(model__train_bytes_per_param=1e300), "Expected `float` <= 1000000"),
+        (changed(priority=0), "priority: Expected `float` > 0"),
+        (changed(priority=1e7), "priority: Expected `float` <= 1000000"),
         (changed(submit_us=-1), "submit_us: Expected `int` >= 0"),
         (changed(colour="red"), "unknown field `colour`: its keys are v, id, submit_us, user"),
         (changed(train__colour=1), "unknown field `colour`: its keys are gpus, tp, pp, dp"),

@@ -9,6 +9,7 @@ from plexrl_slurm.core.errors import BadInput
 from plexrl_slurm.core.ids import JobId
 from plexrl_slurm.core.messages import Activity, Pool
 from plexrl_slurm.sim.cluster import Cluster, Plan, split
+from plexrl_slurm.sim.report import per_job
 from plexrl_slurm.sim.run import Ran, simulate
 from plexrl_slurm.sim.trace import TraceJob
 from tests.sim.traces import alike, job
@@ -132,8 +133,21 @@ def test_a_job_on_a_larger_shape_trains_faster_and_its_wpg_is_not_held() -> None
 def test_a_job_that_no_partition_can_hold_is_refused_with_what_is_needed() -> None:
     with pytest.raises(BadInput, match="job a needs 64 training GPUs and the cluster has 16"):
         run([job(train__gpus=64)])
-    with pytest.raises(BadInput, match="state of m takes 16,000 GB of host memory and 1 nodes"):
+    with pytest.raises(BadInput, match=r"state of m takes 16,000 GB .* 8 training GPUs have 1,275"):
         run([job(model__params=10**12)])
+
+
+def test_what_placement_has_room_for_is_what_is_not_refused() -> None:
+    # 16 GB of state: a node of 20 GB keeps 17 for images, one of 18 GB 15.3; disks count too.
+    large, small = (replace(CLUSTER, node_bytes=size * 10**9) for size in (20, 18))
+    assert run([job(steps=1)], "fit", large).figures.jobs == 1
+    with pytest.raises(BadInput, match="have 15 GB for images, 85% of their memory"):
+        run([job(steps=1)], "fit", small)
+    disks = replace(small, nvme_bytes=10**9)
+    assert run([job(steps=1)], "fit", disks).figures.jobs == 1
+    # Half of a node's GPUs have half of its memory.
+    with pytest.raises(BadInput, match="nodes of 4 training GPUs have 8 GB"):
+        run([job(steps=1, train__gpus=4, train__min_gpus=4)], "fit", large)
 
 
 @pytest.mark.parametrize(
@@ -161,3 +175,28 @@ def test_a_cluster_is_split_in_whole_nodes() -> None:
 def test_rollout_wpgs_are_private() -> None:
     ran = run(alike(3))
     assert ran.world.gpu_us[Pool.ROLLOUT, Activity.SWITCH] == 0
+
+
+def test_a_trace_s_priority_is_its_jobs_weight_on_wpgs() -> None:
+    def slowdowns(*priorities: float) -> list[float]:
+        crowd = [job(f"j{n}", seed=n, steps=15, priority=each, phases__rollout_s__median=20)
+                 for n, each in enumerate(priorities)]  # fmt: skip
+        return [each.slowdown for each in per_job(run(crowd).world)]
+
+    alike_ones, first = slowdowns(1.0, 1.0, 1.0, 1.0), slowdowns(1.0, 1.0, 1.0, 50.0)
+    assert first[3] < 0.8 * alike_ones[3]
+    assert first[3] < min(first[:3])
+    assert slowdowns(0.5, 0.5, 0.5, 0.5) == alike_ones, "only proportions count"
+
+
+def test_a_rollout_that_waits_for_its_tools_does_not_work_meanwhile() -> None:
+    trace = job(mode="async1", steps=6, phases__tool={"stalls": 3, "stall_s": 7.5})
+    ran = run([trace], "fit")
+    (record,) = ran.world.records.values()
+    assert record.end_us - record.start_us == record.job.alone_us()
+    steps = [record.job.step(number) for number in range(6)]
+    samples_us = sum(step.sample_us for step in steps) - 6 * 3 * 7_500_000
+    assert sum(sum(step.sampling_us) for step in steps) == samples_us
+    assert ran.world.gpu_us[Pool.ROLLOUT, Activity.BUSY] == 8 * samples_us
+    without = job(mode="async1", steps=6)
+    assert record.job.alone_us() > next(iter(run([without]).world.records.values())).job.alone_us()
