@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from plexrl_slurm.api.service import Principal
 from plexrl_slurm.core.expected_start import Candidate, Expected, Unknown, expected_starts
-from plexrl_slurm.core.ids import JobId
+from plexrl_slurm.core.ids import JobId, SlurmId
 from plexrl_slurm.core.priority import aged
 from plexrl_slurm.core.states import JobState
 from plexrl_slurm.daemons.dry_run import DryRun
@@ -15,6 +15,7 @@ from plexrl_slurm.daemons.job_views import PROMISE, USER_HOLD, live_job
 from plexrl_slurm.db import queue
 from plexrl_slurm.db.attributed import usual_lengths
 from plexrl_slurm.db.models import JobRow
+from plexrl_slurm.slurm.eligible import held_by_slurm
 
 #: An answer is given again for so long: it is much to work out, and everybody may ask.
 FRESH_US: Final = 5_000_000
@@ -22,7 +23,7 @@ FRESH_US: Final = 5_000_000
 _WHY: Final = {
     Unknown.ENDS: "a job that runs, or goes before, has no known end: give jobs a --time",
     Unknown.NO_PLACE: "it finds no place even when all that run have ended",
-    Unknown.HELD: "its owner, a limit of GPU time or its QOS holds it",
+    Unknown.HELD: "its owner, Slurm, a limit of GPU time or its QOS holds it",
     Unknown.FAR: "too many jobs end before",
 }
 
@@ -148,6 +149,8 @@ class QueueCalls(EvictCalls):
             held=(
                 not known
                 or row.options.get(USER_HOLD) == "user"
+                or held_by_slurm(SlurmId(str(row.slurm_id)), self._parts.watch.jobs, self.now_us())
+                is not None
                 or self.standings.has_wrong_qos(row)
             ),
         )

@@ -30,6 +30,10 @@ class HeldKind(StrEnum):
     """Slurm's reason words for whoever waits, and ours where it has none."""
 
     PRIORITY = "Priority"
+    #: Slurm itself would not start it yet, or never.
+    DEPENDENCY = "Dependency"
+    NEVER = "DependencyNeverSatisfied"
+    BEGIN_TIME = "BeginTime"
     INVALID_QOS = "InvalidQOS"
     USER_JOBS = "AssocMaxJobsLimit"
     ACCOUNT_JOBS = "AssocGrpJobsLimit"

@@ -196,6 +196,8 @@ def _job(item: Mapping[str, Any]) -> JobStatus:
         partition=_text(item, "partition"),
         comment=_text(item, "comment"),
         admin_comment=_text(item, "admin_comment"),
+        dependency=_text(item, "dependency") if waits else "",
+        eligible_us=seconds(item.get("eligible_time")) if waits else None,
         held=waits and (reason in _HELD or number(item.get("priority")) == 0),
         nodes=() if waits else nodes,
         batch_node="" if waits or state in ENDED else _text(item, "batch_host"),
