@@ -162,6 +162,8 @@ class PartitionService(QueueCalls):
             await asyncio.to_thread(self.port.cancel, slurm_id)
         except SlurmRejected as problem:
             say(log, "slurm_refused_to_cancel", slurm_id=slurm_id, reason=problem)
+        else:
+            self._parts.watch.cancelled.setdefault(slurm_id, self.now_us())
 
     async def end_job(
         self, job_id: JobId, *, state: JobState, reason: str, exit_code: int | None

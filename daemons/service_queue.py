@@ -16,6 +16,7 @@ from plexrl_slurm.db import queue
 from plexrl_slurm.db.attributed import usual_lengths
 from plexrl_slurm.db.models import JobRow
 from plexrl_slurm.slurm.eligible import held_by_slurm
+from plexrl_slurm.slurm.port import SlurmState
 
 #: An answer is given again for so long: it is much to work out, and everybody may ask.
 FRESH_US: Final = 5_000_000
@@ -140,7 +141,7 @@ class QueueCalls(EvictCalls):
 
     def _candidate(self, row: JobRow, usual_us: int | None, *, known: bool) -> Candidate:
         qos = self.standings.qos(row)
-        lengths = [each for each in (usual_us, _limit_us(row)) if each is not None]
+        lengths = [each for each in (usual_us, self._limit_us(row)) if each is not None]
         return Candidate(
             job=JobId(row.id),
             since_us=row.submitted_us,
@@ -161,13 +162,23 @@ class QueueCalls(EvictCalls):
         if (known := self.placer.ends_of(live)) is not None:
             return known
         began = row.started_us or now_us
-        status, limit = self._parts.watch.jobs.get(live.slurm_id), _limit_us(row)
+        status, limit = self._parts.watch.jobs.get(live.slurm_id), self._limit_us(row)
+        if status is not None and status.state is SlurmState.PENDING:
+            began = now_us  # Slurm requeued it, or has no node yet: its limit begins anew
         last = status.end_us if status is not None else None
         if last is None and limit is not None:
             last = began + limit
         if usual_us is not None and began + usual_us > now_us:
             return min(began + usual_us, last or began + usual_us)
         return last
+
+    def _limit_us(self, row: JobRow) -> int | None:
+        """Of its controller: Slurm knows best, else as the submission told."""
+        status = self._parts.watch.jobs.get(SlurmId(str(row.slurm_id)))
+        if status is not None and status.limit_us is not None:
+            return status.limit_us
+        said = str(row.options.get("time_limit_us", ""))
+        return int(said) if said.isdecimal() else None
 
     def _start_view(self, row: JobRow, found: Expected) -> dict[str, Any]:
         view = {"job_id": row.id, "slurm_id": row.slurm_id}
@@ -201,9 +212,3 @@ class QueueCalls(EvictCalls):
             reservation=self.standings.queue.reservation,
             reserved=frozenset(JobId(r.id) for r in rows if self.standings.qos(r).reserved),
         )
-
-
-def _limit_us(row: JobRow) -> int | None:
-    """Of its controller, as far as the submission told."""
-    said = str(row.options.get("time_limit_us", ""))
-    return int(said) if said.isdecimal() else None

@@ -21,6 +21,8 @@ class SlurmWatch:
         self.jobs: Mapping[SlurmId, JobStatus] = {}
         #: Jobs that were bound since, as far as they are known.
         self.young: dict[SlurmId, JobStatus] = {}
+        #: Jobs that were cancelled here, and when.
+        self.cancelled: dict[SlurmId, int] = {}
         #: When the last answer was asked for; 0: there is none yet.
         self.at_us = 0
         #: Why there is no newer one; "" if all is well.

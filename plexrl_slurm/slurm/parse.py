@@ -181,7 +181,8 @@ def _job(item: Mapping[str, Any]) -> JobStatus:
     word, state = state_of(item.get("job_state"))
     reason, nodes = _text(item, "state_reason"), hosts(_text(item, "nodes"))
     waits = state is SlurmState.PENDING
-    unlimited = number(item.get("time_limit")) is None and state not in ENDED
+    minutes = number(item.get("time_limit"))
+    unlimited = minutes is None and state not in ENDED
     code = exit_code(item.get("exit_code")) if state in ENDED else None
     return JobStatus(
         state=state,
@@ -198,6 +199,7 @@ def _job(item: Mapping[str, Any]) -> JobStatus:
         admin_comment=_text(item, "admin_comment"),
         dependency=_text(item, "dependency") if waits else "",
         eligible_us=seconds(item.get("eligible_time")) if waits else None,
+        limit_us=minutes * 60_000_000 if minutes else None,
         held=waits and (reason in _HELD or number(item.get("priority")) == 0),
         nodes=() if waits else nodes,
         batch_node="" if waits or state in ENDED else _text(item, "batch_host"),

@@ -65,6 +65,8 @@ class JobStatus:
     dependency: str = field(default="", compare=False)
     #: Of a job that waits: when it is to begin; ``None``: as soon as it can.
     eligible_us: int | None = field(default=None, compare=False)
+    #: Its time limit; ``None``: not known, or none.
+    limit_us: int | None = field(default=None, compare=False)
     #: ``JobHeldUser`` or ``JobHeldAdmin``: it waits for a release.
     held: bool = False
     #: Nodes that it has (of this component), in Slurm's order.

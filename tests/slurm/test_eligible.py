@@ -89,9 +89,11 @@ def test_both_questions_to_squeue_say_it() -> None:
         "job_state": "PENDING",
         "dependency": "afterany:1(unfulfilled)",
         "eligible_time": 1_796_000_000,
+        "time_limit": 10,
     }
     (status,) = parse.jobs(json.dumps({"jobs": [item]}).encode()).values()
     assert (status.dependency, status.eligible_us) == ("afterany:1(unfulfilled)", NOW)
+    assert status.limit_us == 600_000_000
     fields = "9;1001;ada;lab;PENDING;afterany:1(unfulfilled);1796000000;x;\n"
     (quick,) = queued_jobs(fields.replace(";", "|sep").encode(), "sep").values()
     assert (quick.dependency, quick.eligible_us) == ("afterany:1(unfulfilled)", NOW)
