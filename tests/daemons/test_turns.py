@@ -142,46 +142,6 @@ def test_the_more_urgent_job_gets_the_last_place(play: Callable[..., None]) -> N
     play(scene, free=1)
 
 
-def test_a_job_that_slurm_would_not_start_takes_no_place(play: Callable[..., None]) -> None:
-    async def scene(q: Queue) -> None:
-        """Else those that wait for the first one's end took the places that it waits for."""
-        needed = await q.submit()
-        dependent = await q.submit(priority=900)
-        later = await q.submit(priority=900)
-        slurm, at_us = q.bench.slurm, now_us()
-        slurm.put("2", "PENDING", reason="JobHeldUser", dependency="afterany:1(unfulfilled)")
-        slurm.put("3", "PENDING", reason="JobHeldUser", eligible_us=at_us + 3_600_000_000)
-        await q.bench.parts.watch.look()
-        assert await q.look() == [needed]
-        assert q.words() == {dependent: "Dependency", later: "BeginTime"}
-        slurm.put("1", "COMPLETED")
-        slurm.put("3", "PENDING", reason="JobHeldUser", eligible_us=at_us)
-        await q.bench.look()
-        assert await q.look() == [dependent]
-        assert q.words() == {later: "HostMemory"}
-
-    play(scene, free=1)
-
-
-def test_a_dependency_counts_before_slurm_is_asked_the_next_time(
-    play: Callable[..., None],
-) -> None:
-    async def scene(q: Queue) -> None:
-        job = await q.submit(bound=False)
-        slurm = q.bench.slurm
-        slurm.put("1", "RUNNING")
-        await q.bench.parts.watch.look()
-        slurm.put("8", "PENDING", uid=1000, dependency="afterany:1(unfulfilled)")
-        await q.bench.service.bind_job(USERS["a"], job, slurm_id="8")
-        assert await q.look() == []
-        assert q.words() == {job: "Dependency"}
-        await q.bench.parts.watch.look()
-        assert (await q.look(), q.bench.parts.watch.young) == ([], {})
-        assert q.words() == {job: "Dependency"}
-
-    play(scene, free=1)
-
-
 def test_who_has_used_more_than_the_share_waits_for_who_has_not(
     play: Callable[..., None],
 ) -> None:
