@@ -12,6 +12,7 @@ from plexrl_slurm import __version__
 from plexrl_slurm.api.service import Outcome, Pending, Principal
 from plexrl_slurm.core.errors import BadInput, Denied, NotFound, SlurmRejected
 from plexrl_slurm.core.ids import CallId, JobId, SlurmId, WpgId
+from plexrl_slurm.core.limits import NORMAL
 from plexrl_slurm.core.messages import FunctionKind
 from plexrl_slurm.core.obstacles import WORDS, Obstacle, ObstacleKind
 from plexrl_slurm.core.states import ENDED, JobState
@@ -352,6 +353,7 @@ class PartitionService(QueueCalls):
                 }
                 for model in self.models.values()
             ],
+            "qos": sorted({NORMAL, *self.standings.queue.limits.qos}),
             "host_bytes": {"used": used, "limit": self.settings.host_bytes},
         }
 

@@ -274,7 +274,7 @@ class Tally:
                     kind=_JOBS[key.scope],
                     sentence=(
                         f"{key.words()} has {_jobs(self._jobs[key])} running, and max_jobs is "
-                        f"{most}: it starts when one of them ends"
+                        f"{most}: it starts when {_ends(self._jobs[key] - most + 1)}"
                     ),
                 )
             if (day := limits.gpu_us_per_day) is not None and self._gpu_us.get(key, 0) >= day:
@@ -331,6 +331,10 @@ def _too_much(key: Key, subject: Subject, most: int) -> str:
         f"{key.words()} is {in_words(most)}: declare fewer or smaller models, or ask your admin "
         f"for more ({key.table()})"
     )
+
+
+def _ends(count: int) -> str:
+    return "one of them ends" if count == 1 else f"{count} of them have ended"
 
 
 def _jobs(count: int) -> str:
