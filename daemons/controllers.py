@@ -1,6 +1,7 @@
 """Follows the users' own Slurm jobs: starts, ends, requeues, early releases, plain submissions."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ log = logging.getLogger(__name__)
 
 #: Between two questions about jobs that Slurm's usual answer does not have.
 ASK_AGAIN_US = 10_000_000
+#: A cancelled job that Slurm calls alive so much later is cancelled again, for so long.
+CANCEL_AGAIN_US = 10_000_000
+CANCELLED_US = 3_600_000_000
 #: Between two tries of a release that Slurm did not take.
 RELEASE_AGAIN_US = 5_000_000
 
@@ -68,6 +72,7 @@ class Controllers:
     def __init__(self, parts: Parts, service: PartitionService) -> None:
         self._parts, self._service = parts, service
         self._asked_us = 0
+        self._again_us = 0
         self._memories: dict[SlurmId, _Memory] = {}
         #: Marked jobs that are nothing for us, or not any more.
         self._settled: set[SlurmId] = set()
@@ -90,6 +95,7 @@ class Controllers:
                 await self._follow_waiting(bound[slurm_id], slurm_id, status)
         if parts.settings.slurm is not None:
             await self._adopt({*live, *bound})
+            await self._cancel_again()
 
     async def give_up(self, job: LiveJob, reason: str) -> None:
         """A job that can never go on."""
@@ -154,6 +160,24 @@ class Controllers:
             except (SlurmUnavailable, SlurmRejected) as problem:
                 say(log, "slurm_does_not_answer", reason=problem)
         return found
+
+    async def _cancel_again(self) -> None:
+        """A slurmctld that was killed has forgotten its last seconds: what was cancelled in them
+        lives again, and nobody's turn would ever come to release or end it."""
+        watch, now = self._parts.watch, self._service.now_us()
+        if watch.at_us - self._again_us < CANCEL_AGAIN_US:
+            return
+        for slurm_id, at_us in list(watch.cancelled.items()):
+            status = watch.jobs.get(slurm_id)
+            if now - at_us > CANCELLED_US:
+                del watch.cancelled[slurm_id]
+            elif watch.at_us - at_us < CANCEL_AGAIN_US or status is None:
+                continue
+            elif status.state in (SlurmState.PENDING, SlurmState.RUNNING):
+                self._again_us = watch.at_us
+                say(log, "cancelled_again", slurm_id=slurm_id)
+                with contextlib.suppress(SlurmUnavailable):
+                    await self._service.cancel_in_slurm(slurm_id)
 
     # -- admitted jobs -----------------------------------------------------------------------
     async def _follow(self, job: LiveJob, status: JobStatus) -> None:

@@ -12,6 +12,7 @@ from plexrl_slurm import __version__
 from plexrl_slurm.api.service import Outcome, Pending, Principal
 from plexrl_slurm.core.errors import BadInput, Denied, NotFound, SlurmRejected
 from plexrl_slurm.core.ids import CallId, JobId, SlurmId, WpgId
+from plexrl_slurm.core.limits import NORMAL
 from plexrl_slurm.core.messages import FunctionKind
 from plexrl_slurm.core.obstacles import WORDS, Obstacle, ObstacleKind
 from plexrl_slurm.core.states import ENDED, JobState
@@ -163,6 +164,8 @@ class PartitionService(QueueCalls):
             await asyncio.to_thread(self.port.cancel, slurm_id)
         except SlurmRejected as problem:
             say(log, "slurm_refused_to_cancel", slurm_id=slurm_id, reason=problem)
+        else:
+            self._parts.watch.cancelled.setdefault(slurm_id, self.now_us())
 
     async def end_job(
         self, job_id: JobId, *, state: JobState, reason: str, exit_code: int | None
@@ -353,6 +356,7 @@ class PartitionService(QueueCalls):
                 }
                 for model in self.models.values()
             ],
+            "qos": sorted({NORMAL, *self.standings.queue.limits.qos}),
             "host_bytes": {"used": used, "limit": self.settings.host_bytes},
         }
 

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from plexrl_slurm.api.service import Principal
 from plexrl_slurm.core.expected_start import Candidate, Expected, Unknown, expected_starts
-from plexrl_slurm.core.ids import JobId
+from plexrl_slurm.core.ids import JobId, SlurmId
 from plexrl_slurm.core.priority import aged
 from plexrl_slurm.core.states import JobState
 from plexrl_slurm.daemons.dry_run import DryRun
@@ -15,6 +15,8 @@ from plexrl_slurm.daemons.job_views import PROMISE, USER_HOLD, live_job
 from plexrl_slurm.db import queue
 from plexrl_slurm.db.attributed import usual_lengths
 from plexrl_slurm.db.models import JobRow
+from plexrl_slurm.slurm.eligible import held_by_slurm
+from plexrl_slurm.slurm.port import SlurmState
 
 #: An answer is given again for so long: it is much to work out, and everybody may ask.
 FRESH_US: Final = 5_000_000
@@ -22,7 +24,7 @@ FRESH_US: Final = 5_000_000
 _WHY: Final = {
     Unknown.ENDS: "a job that runs, or goes before, has no known end: give jobs a --time",
     Unknown.NO_PLACE: "it finds no place even when all that run have ended",
-    Unknown.HELD: "its owner, a limit of GPU time or its QOS holds it",
+    Unknown.HELD: "its owner, Slurm, a limit of GPU time or its QOS holds it",
     Unknown.FAR: "too many jobs end before",
 }
 
@@ -148,7 +150,7 @@ class QueueCalls(EvictCalls):
 
     def _candidate(self, row: JobRow, usual_us: int | None, *, known: bool) -> Candidate:
         qos = self.standings.qos(row)
-        lengths = [each for each in (usual_us, _limit_us(row)) if each is not None]
+        lengths = [each for each in (usual_us, self._limit_us(row)) if each is not None]
         return Candidate(
             job=JobId(row.id),
             since_us=row.submitted_us,
@@ -159,8 +161,13 @@ class QueueCalls(EvictCalls):
                 row.priority * qos.weight,
             ),
             length_us=min(lengths, default=None),
-            held=not known or self.standings.has_wrong_qos(row),
-            owner_holds=row.options.get(USER_HOLD) == "user",
+            held=(
+                not known
+                or row.options.get(USER_HOLD) == "user"
+                or held_by_slurm(SlurmId(str(row.slurm_id)), self._parts.watch.jobs, self.now_us())
+                is not None
+                or self.standings.has_wrong_qos(row)
+            ),
             reserved=qos.reserved and self.standings.queue.reservation.any,
         )
 
@@ -172,13 +179,23 @@ class QueueCalls(EvictCalls):
         if (known := self.placer.ends_of(live)) is not None:
             return known
         began = row.started_us or now_us
-        status, limit = self._parts.watch.jobs.get(live.slurm_id), _limit_us(row)
+        status, limit = self._parts.watch.jobs.get(live.slurm_id), self._limit_us(row)
+        if status is not None and status.state is SlurmState.PENDING:
+            began = now_us  # Slurm requeued it, or has no node yet: its limit begins anew
         last = status.end_us if status is not None else None
         if last is None and limit is not None:
             last = began + limit
         if usual_us is not None and began + usual_us > now_us:
             return min(began + usual_us, last or began + usual_us)
         return last
+
+    def _limit_us(self, row: JobRow) -> int | None:
+        """Of its controller: Slurm knows best, else as the submission told."""
+        status = self._parts.watch.jobs.get(SlurmId(str(row.slurm_id)))
+        if status is not None and status.limit_us is not None:
+            return status.limit_us
+        said = str(row.options.get("time_limit_us", ""))
+        return int(said) if said.isdecimal() else None
 
     def _start_view(self, row: JobRow, found: Expected) -> dict[str, Any]:
         view = {"job_id": row.id, "slurm_id": row.slurm_id}
@@ -215,9 +232,3 @@ class QueueCalls(EvictCalls):
             reservation=self.standings.queue.reservation,
             reserved=frozenset(JobId(r.id) for r in rows if self.standings.qos(r).reserved),
         )
-
-
-def _limit_us(row: JobRow) -> int | None:
-    """Of its controller, as far as the submission told."""
-    said = str(row.options.get("time_limit_us", ""))
-    return int(said) if said.isdecimal() else None

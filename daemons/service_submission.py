@@ -159,6 +159,7 @@ class SubmissionCalls(SamplingCalls):
             )
         if uids != {row.uid}:
             raise NotFound("Slurm job", slurm_id)
+        self._parts.watch.young.update(found)
         await self.store.run(self._bind, row, found, self.now_us())
         self._parts.wake_intake.set()
         return {"job_id": job_id, "slurm_id": slurm_id, "tasks": len(found)}

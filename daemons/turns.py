@@ -6,14 +6,14 @@ nothing has happened, and after the claim the row's lease brings it back.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Final
 
 from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.errors import Denied, InvalidTransition, ModelTooLarge, UnknownModel
-from plexrl_slurm.core.ids import JobId, WpgId
+from plexrl_slurm.core.ids import JobId, SlurmId, WpgId
 from plexrl_slurm.core.messages import Pool
 from plexrl_slurm.core.queue_pass import (
     AGAIN,
@@ -36,6 +36,8 @@ from plexrl_slurm.db import queue
 from plexrl_slurm.db.engine import Session
 from plexrl_slurm.db.models import JobRow
 from plexrl_slurm.logs import say
+from plexrl_slurm.slurm.eligible import held_by_slurm
+from plexrl_slurm.slurm.port import JobStatus
 
 log = logging.getLogger(__name__)
 
@@ -101,8 +103,9 @@ class Turns:
             parts.state.obstacles.clear()
             return
         await self._standings.refresh(parts.store, at_us)
+        slurm = {**parts.watch.young, **parts.watch.jobs}
         jobs = [
-            self._standings.queued(row)
+            self._queued(row, slurm, at_us)
             for row in rows
             if row.slurm_id is not None or row.state is not JobState.PENDING
         ]
@@ -127,6 +130,13 @@ class Turns:
         parts.state.waiting_since_us = passing.oldest_us
         self._book.write(jobs, at_us, passing)
         await self._say(turn.waits, at_us)
+
+    def _queued(self, row: JobRow, slurm: Mapping[SlurmId, JobStatus], at_us: int) -> Queued:
+        found = self._standings.queued(row)
+        if found.placed or row.slurm_id is None:
+            return found
+        held = held_by_slurm(SlurmId(row.slurm_id), slurm, at_us)
+        return found if held is None else replace(found, in_slurm=held)
 
     async def _give_way(self, turn: "_Turn") -> None:
         """Calls that come meanwhile do not wait for the whole pass."""

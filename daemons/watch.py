@@ -19,6 +19,10 @@ class SlurmWatch:
     def __init__(self, port: SlurmPort, *, period_us: int) -> None:
         self._port, self._period_s = port, period_us / 1e6
         self.jobs: Mapping[SlurmId, JobStatus] = {}
+        #: Jobs that were bound since, as far as they are known.
+        self.young: dict[SlurmId, JobStatus] = {}
+        #: Jobs that were cancelled here, and when.
+        self.cancelled: dict[SlurmId, int] = {}
         #: When the last answer was asked for; 0: there is none yet.
         self.at_us = 0
         #: Why there is no newer one; "" if all is well.
@@ -33,7 +37,7 @@ class SlurmWatch:
 
     async def look(self) -> None:
         """Ask now."""
-        asked_us = now_us()
+        asked_us, young = now_us(), set(self.young)
         try:
             jobs = await asyncio.to_thread(self._port.poll)
         except (SlurmUnavailable, SlurmRejected) as problem:
@@ -43,6 +47,7 @@ class SlurmWatch:
                 say(log, "slurm_answers_again", after=self.trouble)
             if asked_us >= self.at_us:  # of two questions at once the later one counts
                 self.jobs, self.at_us = jobs, asked_us
+                self.young = {job: it for job, it in self.young.items() if job not in young}
             self.trouble = ""
         async with self._news:
             self._news.notify_all()

@@ -323,13 +323,3 @@ def test_a_wpg_that_nobody_was_to_leave_is_not_drained(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes() + b'["still",true]\n')
     with pytest.raises(BadInput, match=r":3: a WPG was drained, and no line says who leaves it"):
         list(replay(path))
-
-
-def test_a_journal_of_format_2_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
-    path = tmp_path / "1.jsonl"
-    Town(path, seed=1).live(0)
-    head, rest = path.read_bytes().split(b"\n", 1)
-    line = msgspec.json.decode(head)
-    line[1], line[4] = 2, line[4]["queue"]
-    path.write_bytes(msgspec.json.encode(line) + b"\n" + rest)
-    assert list(replay(path)) == [2]

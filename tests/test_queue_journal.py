@@ -15,7 +15,7 @@ from plexrl_slurm.core.dues import Dues
 from plexrl_slurm.core.errors import BadInput, BadScript
 from plexrl_slurm.core.ground import Ground, News, Wish
 from plexrl_slurm.core.ids import JobId
-from plexrl_slurm.core.limits import HeldKind, LimitRules, Limits, Qos, Subject, Tally
+from plexrl_slurm.core.limits import Held, HeldKind, LimitRules, Limits, Qos, Subject, Tally
 from plexrl_slurm.core.messages import Pool
 from plexrl_slurm.core.policy import find_policy
 from plexrl_slurm.core.priority import Owner, Weights
@@ -41,6 +41,8 @@ SITES = [
     *(site(f"rollout-{number}", Pool.ROLLOUT) for number in range(4)),
 ]
 DAY_US = 24 * HOUR_US
+#: Slurm would not start it.
+SOON = Held(kind=HeldKind.BEGIN_TIME, sentence="it is to begin tomorrow")
 RULES = QueueRules(
     weights=Weights(half_life_us=2 * HOUR_US),
     shares={"bio": 3},
@@ -92,6 +94,7 @@ class Town:
             qos=rng.choice(("normal", "fast", "slow", "gone")), since_us=self.now_us,
             priority=rng.randrange(9), models=("tiny",), host_bytes=1,
             promise=rng.choice((None, "1.3")),
+            in_slurm=rng.choice((None,) * 9 + (SOON,)),
         )  # fmt: skip
 
     def end(self, job: JobId) -> None:
@@ -157,6 +160,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     town = Town(path, seed=3)
     town.live(60)
     assert town.words >= {
+        "BeginTime",
         "try", PLACED, LATER, UNFIT, "InvalidQOS", "QOSGrpJobsLimit", "AssocGrpGRESMinutes",
         "behind guard", "promise",
     }, town.words  # fmt: skip

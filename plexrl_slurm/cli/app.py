@@ -1,5 +1,6 @@
 """What every command shares: the partition it talks to, ``--json``, progress, notes."""
 
+import contextlib
 import math
 import sys
 import threading
@@ -34,6 +35,9 @@ class Number(click.FloatRange):
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
         """The number, not NaN."""
+        with contextlib.suppress(ValueError, TypeError):
+            if not self._bounded and float(value) > _LARGEST:
+                self.fail(f"{value} is more than can be meant: give a smaller one", param, ctx)
         found = float(super().convert(value, param, ctx))
         if math.isnan(found):
             self.fail(f"{value} is not a number", param, ctx)

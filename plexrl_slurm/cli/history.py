@@ -72,7 +72,9 @@ def trace_of(
 def _chosen(rows: Sequence[Any], only: Sequence[JobNumber], days: float) -> list[Any]:
     for each in only:
         if not any(each.fits(row.slurm_id) for row in rows):
-            raise BadInput(f"no job {each.word} in the last {days:g} days: see `plexrl squeue -a`")
+            raise BadInput(
+                f"no job {each.word} in the last {days:g} days: see `plexrl squeue --all`"
+            )
     return [row for row in rows if any(each.fits(row.slurm_id) for each in only)]
 
 

@@ -14,7 +14,7 @@ from plexrl_slurm.cli.row_options import row_options
 from plexrl_slurm.cli.sbatch import GPU_OPTIONS, PASSED_ON
 from plexrl_slurm.cli.submit import (
     Request,
-    check_models,
+    check_names,
     environment_for,
     exit_code_of,
     first_given,
@@ -53,7 +53,8 @@ def submit_here(
     where = {"partition": site.partition, "models": list(request.models)}
     with Client(site) as client:
         if given["test_only"]:
-            check_models(client, site, request.models, shown=request.shown)
+            qos = given["qos"] or head.qos
+            check_names(client, site, request.models, qos, shown=request.shown)
             app.answer({"name": request.name, "submitted": False, **where}, "")
             return 0
         with waiting(f"submitting to partition {site.partition}"):

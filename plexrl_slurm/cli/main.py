@@ -1,5 +1,6 @@
 """``plexrl``: the group of commands, and how an error ends the program."""
 
+import errno
 import gc
 import os
 import sys
@@ -75,6 +76,11 @@ class PlexGroup(click.Group):
         except BrokenPipeError:  # `plexrl squeue | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(141)
+        except OSError as error:  # `plexrl squeue > /full/disk`
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or error.filename is not None:
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _fail(f"the answer cannot be written ({error.strerror}): make room there", 74)
         sys.exit(code if isinstance(code, int) else 0)
 
 

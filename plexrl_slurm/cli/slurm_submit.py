@@ -237,9 +237,10 @@ def submit_with_slurm(plan: Plan) -> int:
     with ExitStack() as stack, Client(plan.site) as client:
         script, stdin = _script(plan, plan.head, stack)
         if plan.has("test-only"):
-            from plexrl_slurm.cli.submit import check_models
+            from plexrl_slurm.cli.submit import check_names
 
-            check_models(client, plan.site, tuple(body["models"]), shown=body["script"])
+            models, qos = tuple(body["models"]), body["options"].get("qos")
+            check_names(client, plan.site, models, qos, shown=body["script"])
             argv = [sbatch, *_options(plan, {}), *script]
             plan.app.answer({**body, "submitted": False}, "")
             return process.Sbatch(argv, environment, stdin).run(plan.slurm.timeout_us / 1e6)

@@ -8,7 +8,7 @@ from typing import Any
 
 from plexrl_slurm.cli.app import note
 from plexrl_slurm.cli.client import Client
-from plexrl_slurm.core.errors import PlexError, UnknownModel
+from plexrl_slurm.core.errors import BadInput, PlexError, UnknownModel
 from plexrl_slurm.core.ids import SlurmId
 from plexrl_slurm.settings import Site
 from plexrl_slurm.slurm.port import BatchJob, SlurmPort
@@ -107,12 +107,20 @@ def _undo(
         note(f"queue row {job_id} could not be taken back ({error}); the daemon will drop it")
 
 
-def check_models(client: Client, site: Site, models: Sequence[str], *, shown: str) -> None:
-    """Say that a submission would be fine; raises ``UnknownModel``."""
-    offered = tuple(str(model["name"]) for model in client.nodes()["models"])
+def check_names(
+    client: Client, site: Site, models: Sequence[str], qos: str | None, *, shown: str
+) -> None:
+    """Say that a submission would be fine; raises ``UnknownModel`` and ``BadInput``."""
+    partition = client.nodes()
+    offered = tuple(str(model["name"]) for model in partition["models"])
     for name in models:
         if name not in offered:
             raise UnknownModel(name, offered)
+    known = partition.get("qos")
+    if qos is not None and known is not None and qos not in known:
+        from plexrl_slurm.core.queue_rules import unknown_qos
+
+        raise BadInput(unknown_qos(qos, known))
     note(
         f"{shown} is fine for partition {site.partition} "
         f"(models: {shown_names(models)}); nothing was submitted"

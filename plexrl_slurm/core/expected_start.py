@@ -56,8 +56,6 @@ class Candidate:
     length_us: int | None
     #: It gets no place, whatever room there is.
     held: bool = False
-    #: It gets its place in its turn, and its owner has to let it go before it starts.
-    owner_holds: bool = False
     #: It waits for nobody but those for whom room is kept free as well.
     reserved: bool = False
 
@@ -165,11 +163,8 @@ def expected_starts(
         held = this.held
         for each in this.placed:
             del left[each.job]
-            known = Expected(at_us=at_us)
-            if each.owner_holds:
-                known = Expected(at_us=None, unknown=Unknown.HELD)
-            found[each.job] = known
-            if each.length_us is None or each.owner_holds:
+            found[each.job] = Expected(at_us=at_us)
+            if each.length_us is None:
                 endless = True
             else:
                 heapq.heappush(ends, (at_us + each.length_us, each.job))

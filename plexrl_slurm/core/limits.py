@@ -30,6 +30,10 @@ class HeldKind(StrEnum):
     """Slurm's reason words for whoever waits, and ours where it has none."""
 
     PRIORITY = "Priority"
+    #: Slurm itself would not start it yet, or never.
+    DEPENDENCY = "Dependency"
+    NEVER = "DependencyNeverSatisfied"
+    BEGIN_TIME = "BeginTime"
     INVALID_QOS = "InvalidQOS"
     USER_JOBS = "AssocMaxJobsLimit"
     ACCOUNT_JOBS = "AssocGrpJobsLimit"
@@ -275,7 +279,7 @@ class Tally:
                 if most:
                     sentence = (
                         f"{key.words()} has {_jobs(self._jobs[key])} running, and max_jobs is "
-                        f"{most}: it starts when one of them ends"
+                        f"{most}: it starts when {_ends(self._jobs[key] - most + 1)}"
                     )
                 yield Held(kind=_JOBS[key.scope], sentence=sentence)
             if (day := limits.gpu_us_per_day) is not None and self._gpu_us.get(key, 0) >= day:
@@ -328,6 +332,10 @@ def _too_much(key: Key, subject: Subject, most: int) -> str:
         f"{key.words()} is {in_words(most)}: declare fewer or smaller models, or ask your admin "
         f"for more ({key.table()})"
     )
+
+
+def _ends(count: int) -> str:
+    return "one of them ends" if count == 1 else f"{count} of them have ended"
 
 
 def _jobs(count: int) -> str:

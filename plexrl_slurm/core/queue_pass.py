@@ -61,6 +61,8 @@ class Queued:
     promise: str | None = None
     #: It waits no more.
     placed: bool = False
+    #: Why Slurm would not start it now, if it had a place.
+    in_slurm: Held | None = None
 
     @property
     def subject(self) -> Subject:
@@ -201,6 +203,8 @@ class QueuePass:
     def _holds(self, each: Queued) -> tuple[Held, ...]:
         if (wrong := self._rules.wrong_qos(each.qos, each.user, each.account)) is not None:
             return (Held(kind=HeldKind.INVALID_QOS, sentence=wrong),)
+        if each.in_slurm is not None:
+            return (each.in_slurm,)
         return self.tally.holding(each.subject)
 
     def _passes(self, each: Queued, end: End) -> bool:

@@ -1,6 +1,6 @@
 """Everything that the queue is decided by and that does not change while a daemon lives. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from plexrl_slurm.core.limits import NORMAL, LimitRules, Qos
@@ -27,19 +27,11 @@ class QueueRules:
         """The largest priority of a QOS."""
         return max((qos.priority for qos in self.limits.qos.values()), default=0)
 
-    @property
-    def known_qos(self) -> str:
-        """For a sentence."""
-        return ", ".join(sorted({NORMAL, *self.limits.qos}))
-
     def wrong_qos(self, name: str, user: str, account: str) -> str | None:
         """Why this user may not ask for a QOS; ``None``: it is right."""
         qos = self.limits.found(name)
         if qos is None:
-            return (
-                f"unknown qos {name[:60]!r}; this partition has {self.known_qos}: submit with one "
-                f"of these"
-            )
+            return unknown_qos(name, (NORMAL, *self.limits.qos))
         if not qos.admits(user, account):
             return (
                 f"qos {qos.name} is not for user {user} in account {account or 'default'}: leave "
@@ -50,3 +42,9 @@ class QueueRules:
     def qos(self, name: str) -> Qos:
         """The QOS of that name; one that was taken away gives nothing."""
         return self.limits.found(name) or Qos(name=name)
+
+
+def unknown_qos(name: str, known: Iterable[str]) -> str:
+    """One sentence."""
+    there = ", ".join(sorted(set(known)))
+    return f"unknown qos {name[:60]!r}; this partition has {there}: submit with one of these"

@@ -165,6 +165,10 @@ def _tasks(
         return
     index = number(item.get("array_task_id"))
     waiting = str(item.get("array_task_string") or "")
+    if not waiting and index is None and status.state in ENDED:
+        # `scancel --user` has cancelled every task that waited: it says no more which they were.
+        yield raw, dataclasses.replace(status, array_id=SlurmId(str(array)))
+        return
     for task in tasks(waiting) if waiting else () if index is None else (index,):
         key = SlurmId(f"{array}_{task}")
         yield (
@@ -177,7 +181,8 @@ def _job(item: Mapping[str, Any]) -> JobStatus:
     word, state = state_of(item.get("job_state"))
     reason, nodes = _text(item, "state_reason"), hosts(_text(item, "nodes"))
     waits = state is SlurmState.PENDING
-    unlimited = number(item.get("time_limit")) is None and state not in ENDED
+    minutes = number(item.get("time_limit"))
+    unlimited = minutes is None and state not in ENDED
     code = exit_code(item.get("exit_code")) if state in ENDED else None
     return JobStatus(
         state=state,
@@ -192,6 +197,9 @@ def _job(item: Mapping[str, Any]) -> JobStatus:
         partition=_text(item, "partition"),
         comment=_text(item, "comment"),
         admin_comment=_text(item, "admin_comment"),
+        dependency=_text(item, "dependency") if waits else "",
+        eligible_us=seconds(item.get("eligible_time")) if waits else None,
+        limit_us=minutes * 60_000_000 if minutes else None,
         held=waits and (reason in _HELD or number(item.get("priority")) == 0),
         nodes=() if waits else nodes,
         batch_node="" if waits or state in ENDED else _text(item, "batch_host"),
@@ -238,7 +246,7 @@ def with_forgotten(
     """``known``, and of those that slurmctld has forgotten what accounting answers to ``ask``.
 
     A job is left out only if both answered, neither knows it, and it is no task of an array that
-    slurmctld knows.
+    one of them knows.
     """
     found: dict[SlurmId, JobStatus] = {}
     missing: list[SlurmId] = []
@@ -251,15 +259,20 @@ def with_forgotten(
     if not missing:
         return found
     try:
-        ended = ask(missing)
+        ended = dict(ask(missing))
+        # A task that never started is in its array's record, which is found by the array's number.
+        arrays = {job.partition("_")[0] for job in missing if "_" in job and job not in ended}
+        arrays -= {status.array_id or "" for status in known.values()}
+        if arrays:
+            ended |= ask([SlurmId(array) for array in sorted(arrays, key=int)])
     except SlurmUnavailable as error:
         words = f"slurmctld has forgotten it, and {error.sentence}"
         return found | dict.fromkeys(missing, JobStatus(state=SlurmState.UNSURE, reason=words))
-    arrays = {status.array_id for status in known.values()} - {None}
+    heard_of = {status.array_id for status in (*known.values(), *ended.values())} - {None}
     for job in missing:
         array, _, task = job.partition("_")
         status = ended.get(job) or whole_array(job, ended)
-        if status is None and array in arrays and task:
+        if status is None and array in heard_of and task:
             status = _never_started(SlurmId(array), int(task))
         if status is not None:
             found[job] = status

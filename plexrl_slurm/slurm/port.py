@@ -61,6 +61,12 @@ class JobStatus:
     comment: str = ""
     #: Only an administrator or ``job_submit.lua`` can write it.
     admin_comment: str = ""
+    #: Of a job that waits: what of its dependency has not come true, as far as Slurm has looked.
+    dependency: str = field(default="", compare=False)
+    #: Of a job that waits: when it is to begin; ``None``: as soon as it can.
+    eligible_us: int | None = field(default=None, compare=False)
+    #: Its time limit; ``None``: not known, or none.
+    limit_us: int | None = field(default=None, compare=False)
     #: ``JobHeldUser`` or ``JobHeldAdmin``: it waits for a release.
     held: bool = False
     #: Nodes that it has (of this component), in Slurm's order.
@@ -171,7 +177,8 @@ class ClusterPort(SlurmPort, Protocol):
     def queued(self, job: SlurmId) -> Mapping[SlurmId, JobStatus]:
         """A job that was submitted just now, or every task of the array; empty: there is none.
 
-        Quick, because a user waits for it; it says who, account, name and state, and no more.
+        Quick, because a user waits for it; it says who, account, name, state, dependency and when
+        it is to begin, and no more.
         """
 
     def hold(self, job: SlurmId) -> None:

@@ -12,7 +12,16 @@ from plexrl_slurm.core.ids import SlurmId
 from plexrl_slurm.slurm.parse_words import printable
 from plexrl_slurm.slurm.port import JobStatus, SlurmState
 
-_FIELDS: Final = ("JobArrayID", "UserID", "UserName", "Account", "State", "Name")
+_FIELDS: Final = (
+    "JobArrayID",
+    "UserID",
+    "UserName",
+    "Account",
+    "State",
+    "Dependency",
+    "EligibleTime",
+    "Name",
+)
 _WORDS: Final = frozenset(map(str, SlurmState))
 
 
@@ -30,7 +39,7 @@ def queued_jobs(output: bytes, separator: str) -> Mapping[SlurmId, JobStatus]:
         raise _unreadable(text)
     found: dict[SlurmId, JobStatus] = {}
     for at in range(0, len(values), count):
-        number, uid, user, account, word, name = values[at : at + count]
+        number, uid, user, account, word, dependency, eligible, name = values[at : at + count]
         number = number.strip()
         if not uid.isdecimal():
             raise _unreadable(text)
@@ -44,6 +53,8 @@ def queued_jobs(output: bytes, separator: str) -> Mapping[SlurmId, JobStatus]:
             user=user,
             account=account,
             name=printable(name),
+            dependency="" if dependency == "(null)" else dependency,
+            eligible_us=int(eligible) * 1_000_000 if eligible.isdecimal() else None,
             array_id=SlurmId(array) if task else None,
             array_task=int(task) if task.isdecimal() else None,
         )

@@ -146,7 +146,15 @@ def test_test_only_checks_and_submits_nothing(
     refused = plexrl("sbatch", "--test-only", "--model=huge", "count.sh")
     assert refused.exit_code == 65
     assert "unknown model 'huge'; this partition offers: tiny" in refused.stderr
-    assert daemon.routes() == ["GET /nodes"] * 3
+    daemon.answers["GET /nodes"] = {"models": [{"name": "tiny"}], "qos": ["fast", "normal"]}
+    assert plexrl("sbatch", "--test-only", "--qos=fast", "count.sh").exit_code == 0
+    refused = plexrl("sbatch", "--test-only", "--qos=nope", "count.sh")
+    assert refused.exit_code == 65
+    assert (
+        "unknown qos 'nope'; this partition has fast, normal: submit with one of these"
+        in refused.stderr
+    )
+    assert daemon.routes() == ["GET /nodes"] * 5
     assert held_jobs(home) == []
 
 

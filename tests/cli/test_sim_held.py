@@ -67,8 +67,17 @@ def test_a_trace_of_a_job_that_is_not_there_is_refused(
     ("words", "code", "said"),
     [
         (("run", "TRACE", "--guard-hours=nan"), 2, "nan is not a number"),
-        (("run", "TRACE", "--guard-hours=inf"), 2, "inf is not in the range x>=0"),
-        (("run", "TRACE", "--bandwidth=inf"), 2, "inf is not in the range x>=0.01"),
+        (
+            ("run", "TRACE", "--guard-hours=inf"),
+            2,
+            "inf is more than can be meant: give a smaller one",
+        ),
+        (
+            ("run", "TRACE", "--bandwidth=inf"),
+            2,
+            "inf is more than can be meant: give a smaller one",
+        ),
+        (("run", "TRACE", "--compress=1e300"), 2, "1e300 is more than can be meant"),
         (("run", "TRACE", "--compress=1e-300"), 2, "is not in the range x>=0.001"),
         (("generate", "x.jsonl", "--days=nan"), 2, "nan is not a number"),
         (("generate", "x.jsonl", "--seed=-1"), 2, "-1 is not in the range x>=0"),

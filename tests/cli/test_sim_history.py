@@ -69,7 +69,7 @@ def test_jobs_are_chosen_and_named_as_the_queue_shows_them(
 @pytest.mark.parametrize(
     ("job", "said"),
     [
-        ("1", "no job 1 in the last 7 days: see `plexrl squeue -a`"),
+        ("1", "no job 1 in the last 7 days: see `plexrl squeue --all`"),
         ("40,41_3", "no job 41_3 in the last 7 days"),
         ("forty", "invalid job id 'forty'"),
     ],

@@ -182,9 +182,3 @@ def test_the_next_pass_looks_at_those_that_were_too_far_back() -> None:
     room = Said(**{f"j{number}": Entry.PLACED for number in range(1, 8)})
     waiting = [apart(number) for number in range(1, 8)]
     assert along(room, *waiting, rules=TurnRules(depth=2)) == set(range(1, 8))
-
-
-def test_one_that_its_owner_holds_takes_its_place_and_nobody_knows_for_how_long() -> None:
-    found = starts(wait(3, owner_holds=True), wait(4), ends={1: 100}, slots=1)
-    assert found[3] == Expected(at_us=None, unknown=Unknown.HELD)
-    assert found[4] == Expected(at_us=None, unknown=Unknown.ENDS)

@@ -90,6 +90,20 @@ def test_a_third_job_waits_for_one_of_two_to_end(rules: LimitRules, kind: HeldKi
     assert found.holds(job(3)) is None
 
 
+def test_over_a_limit_that_was_lowered_more_than_one_must_end() -> None:
+    found = tally(LimitRules(users=TWO), [job(1), job(2), job(3), job(4)])
+    held = found.holds(job(5))
+    assert held is not None
+    assert held.sentence == (
+        "user ada has 4 jobs running, and max_jobs is 2: it starts when 3 of them have ended"
+    )
+    found.leave(job(1))
+    found.leave(job(2))
+    held = found.holds(job(5))
+    assert held is not None
+    assert held.sentence.endswith("it starts when one of them ends")
+
+
 def test_another_users_jobs_do_not_count() -> None:
     found = tally(LimitRules(users=TWO), [job(1, user="bob"), job(2, user="bob")])
     assert found.holds(job(3)) is None

@@ -12,7 +12,7 @@ from plexrl_slurm.core.dues import Dues
 from plexrl_slurm.core.expected_start import Candidate, Expected, Unknown, expected_starts
 from plexrl_slurm.core.ground import Ground, News, Wish
 from plexrl_slurm.core.ids import JobId
-from plexrl_slurm.core.limits import LimitRules, Limits, Qos, Tally
+from plexrl_slurm.core.limits import Held, HeldKind, LimitRules, Limits, Qos, Tally
 from plexrl_slurm.core.messages import Pool
 from plexrl_slurm.core.priority import Weights
 from plexrl_slurm.core.queue_pass import LATER, PLACED, Queued, QueuePass, standings
@@ -34,6 +34,9 @@ LIMITS = LimitRules(
 )
 
 
+TOMORROW = Held(kind=HeldKind.BEGIN_TIME, sentence="it begins tomorrow")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class One:
     """A job of a story."""
@@ -45,7 +48,7 @@ class One:
     share: int
     image: int
     length_us: int | None
-    owner_holds: bool = False
+    held: bool = False
 
     @property
     def end_us(self) -> int | None:
@@ -62,6 +65,7 @@ class One:
             job=JobId(self.number), label=str(self.number), user="ada", account="lab",
             qos=self.qos, since_us=self.since_us, priority=self.priority,
             models=(f"m{self.share}-{self.image}",), host_bytes=1, placed=placed,
+            in_slurm=TOMORROW if self.held else None,
         )  # fmt: skip
 
 
@@ -90,7 +94,7 @@ def jobs(first: int, *, held: bool) -> st.SearchStrategy[One]:
         qos=st.sampled_from(["normal", "normal", "normal", "fast", "slow", "gone"]),
         share=st.sampled_from([5, 60, 60]), image=st.sampled_from([1, 2]),
         length_us=st.integers(0, 300).map(lambda us: us or None),
-        owner_holds=st.sampled_from([False, False, False, True]) if held else st.just(False),
+        held=st.sampled_from([False, False, False, True]) if held else st.just(False),
     )  # fmt: skip
 
 
@@ -139,7 +143,7 @@ def lived(story: Story) -> dict[int, int]:
         while came := _pass(story, ground, dues, inside, left, now):
             for each in came:
                 started[each.number], inside[each.number] = now, left.pop(each.number)
-                if each.length_us is not None and not each.owner_holds:
+                if each.length_us is not None:
                     ends[each.number] = now + each.length_us
         guard = (each.since_us + story.rules.turns.guard_us for each in left.values())
         marks = [*ends.values(), *(mark for mark in guard if mark > now)]
@@ -212,8 +216,7 @@ def foretold(story: Story) -> Mapping[JobId, Expected]:
                 since_us=each.since_us,
                 shape=(queued[each.number].models, rules.qos(each.qos).reserved, None),
                 length_us=each.length_us,
-                held=rules.wrong_qos(each.qos, "ada", "lab") is not None,
-                owner_holds=each.owner_holds,
+                held=each.held or rules.wrong_qos(each.qos, "ada", "lab") is not None,
                 reserved=rules.qos(each.qos).reserved and rules.reservation.any,
             )
             for each in story.waiting
@@ -231,14 +234,14 @@ def foretold(story: Story) -> Mapping[JobId, Expected]:
 @given(STORIES)
 def test_jobs_start_when_and_as_the_queue_lets_them_in(story: Story) -> None:
     found, started = foretold(story), lived(story)
-    held = {each.number for each in story.waiting if each.owner_holds}
+    held = {each.number for each in story.waiting if each.held}
     expected = {int(job): each.at_us for job, each in found.items() if each.at_us is not None}
-    assert expected == {job: at_us for job, at_us in started.items() if job not in held}
-    assert list(expected) == [job for job in started if job not in held], "in this order"
+    assert expected == started
+    assert list(expected) == list(started), "in this order"
     assert all(at_us >= NOW for at_us in expected.values())
     assert list(expected.values()) == sorted(expected.values())
     assert set(found) == {each.number for each in story.waiting}
-    for number in held & started.keys():
+    for number in held:
         assert found[JobId(number)].unknown is Unknown.HELD
     event(f"{len(set(expected.values()))} instants")
 
@@ -246,7 +249,7 @@ def test_jobs_start_when_and_as_the_queue_lets_them_in(story: Story) -> None:
 @effort(60)
 @given(STORIES)
 def test_where_every_end_is_known_nobody_waits_for_an_end(story: Story) -> None:
-    known = [replace(each, length_us=each.length_us or 7, owner_holds=False)
+    known = [replace(each, length_us=each.length_us or 7, held=False)
              for each in story.waiting]  # fmt: skip
     living = [(replace(one, length_us=one.length_us or 7), t, r) for one, t, r in story.living]
     found = foretold(replace(story, waiting=known, living=living))

@@ -102,6 +102,30 @@ def test_a_task_cancelled_while_it_waited_has_no_record_and_is_cancelled(world: 
     assert world.service.states(asked)[asked[0]].state is SlurmState.UNSURE
 
 
+def test_tasks_that_scancel_of_a_user_cancelled_while_they_waited_are_cancelled(
+    world: FakeWorld,
+) -> None:
+    """As seen with 22.05: the array's record stays, and has forgotten its tasks."""
+    array = world.fake.submit(array="1-3")
+    world.fake.change(array, job_state="CANCELLED", array_task_string="")
+    asked = [SlurmId(f"{array}_{task}") for task in (1, 2, 3)]
+    assert world.service.poll()[SlurmId(array)].state is SlurmState.CANCELLED
+    found = world.service.states(asked)
+    assert [found[job].state for job in asked] == [SlurmState.CANCELLED] * 3
+    assert [found[job].array_task for job in asked] == [1, 2, 3]
+
+
+def test_tasks_that_never_started_are_found_in_their_arrays_record(world: FakeWorld) -> None:
+    """slurmctld has forgotten it, and sacct finds it by the array's number only."""
+    records(world, {"JobIDRaw": "71", "JobID": "71_[1,3]", "State": "CANCELLED by 0"})
+    asked = [SlurmId("71_1"), SlurmId("71_2"), SlurmId("71_3")]
+    found = world.service.states(asked)
+    assert [found[job].state for job in asked] == [SlurmState.CANCELLED] * 3
+    assert [
+        next(word for word in words if word.startswith("--jobs=")) for words in world.calls("sacct")
+    ] == ["--jobs=71_1,71_2,71_3", "--jobs=71"]
+
+
 def test_past_asks_for_every_incarnation(world: FakeWorld) -> None:
     records(world, {"State": "REQUEUED"}, {"Start": "1796001999", "AdminComment": "gpu_s=3"})
     first, second = world.service.past([SlurmId("70")])[SlurmId("70")]
