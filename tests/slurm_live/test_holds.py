@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from plexrl_slurm.core.catalogue import ModelSpec
+from plexrl_slurm.journal import replay
 from plexrl_slurm.model_folder import read_model_folder
 from tests.model_folders import make_model_folder
 from tests.slurm_live.cluster import Cluster, wait_for
@@ -336,6 +337,45 @@ def test_holds_come_when_jobs_wait_and_go_when_nothing_needs_them(
         wait_for(lambda: len(made.holds()) == 1, made.what, seconds=30)
         assert made.query("select count(*) from holds") == [(2,)]
         wait_for(lambda: made.flaws() == [], lambda: f"no flaws: {made.flaws()}", seconds=10)
+    finally:
+        made.close()
+
+
+def test_jobs_that_turn_out_to_fit_on_one_hold_leave_the_other(
+    cluster: Cluster, model: Path
+) -> None:
+    """A stranger is taken for one that needs a WPG alone."""
+    made = Partition(
+        cluster,
+        cluster.folder / "vacant",
+        model,
+        train=SLOW,
+        rollout=SLOW_SAMPLES,
+        hold={"max": 2, "scale_up_after_seconds": 1, "idle_release_seconds": 2},
+    )
+    sharing = "[sharing]\nmax_slowdown = 4.0\nregroup_seconds = 1\n"
+    guess = "[sharing.guess]\nstep_seconds = 2\ntrain_share = 0.6\nsample_share = 0.6\n"
+    guess += "switch_seconds = 0.1\n"
+    made.config.write_text(made.config.read_text() + sharing + guess)
+    try:
+        made.start()
+        users = ("plxalice", "plxbob")
+        jobs = [made.submit(user, script(48, 2.0), "--nodelist=c1") for user in users]
+        wait_for(lambda: len(made.holds()) == 2, made.what, seconds=60)
+        wait_for(lambda: len(made.holds()) == 1, made.what, seconds=120)
+        assert [made.job(job)["state"] for job in jobs] == ["running", "running"], made.what()
+        assert "others have had room for all who live on it for 2 s" in made.log()
+        (hold,) = made.holds()
+        homes = made.query("select wpg, count(*) from deployments group by wpg")
+        assert [count for _, count in homes] == [2], homes
+        assert made.wpgs()[homes[0][0]]["hold"] == hold
+        for job in jobs:
+            assert made.wait_job(job, "completed", "failed", seconds=180)["state"] == "completed"
+        assert seen(made, users[0], jobs[0]) == seen(made, users[1], jobs[1])
+        wait_for(lambda: made.flaws() == [], lambda: f"no flaws: {made.flaws()}", seconds=10)
+        (journal,) = (made.folder / "state" / "journal").glob("*.jsonl")
+        assert list(replay(journal))
+        assert '["vacate",' in journal.read_text()
     finally:
         made.close()
 
