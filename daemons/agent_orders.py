@@ -13,6 +13,7 @@ from plexrl_slurm.core.messages import Room
 from plexrl_slurm.daemons.gang import Gang, GangLost
 from plexrl_slurm.daemons.host_tier import HostTier
 from plexrl_slurm.engines import ranklink
+from plexrl_slurm.memory.refusals import WRITTEN, refused
 from plexrl_slurm.transport import messages as tm
 
 
@@ -112,7 +113,8 @@ class Orders:
             await self._tier.snapshots.made_safe(order.publish)
         except OSError as problem:
             self._tier.snapshots.drop(order.publish)
-            return [ranklink.Answer(order.id, False, error=str(problem))]
+            said = refused(problem, path, WRITTEN)
+            return [ranklink.Answer(order.id, False, error=str(said))]
         return answers
 
     def _took_effect(self, order: tm.RunOrder, *, ok: bool) -> None:

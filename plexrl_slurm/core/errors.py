@@ -235,6 +235,21 @@ class StorageFailed(PlexError, OSError):
         return f"{self.where} cannot be written ({self.reason}): see what dmesg says of its disk"
 
 
+class StorageRefused(PlexError, OSError):
+    """A file or folder cannot be used: its rights, its mount or its disk."""
+
+    exit_code = 74
+    retryable = True
+
+    def __init__(self, where: str, why: str, remedy: str) -> None:
+        """``why`` such as "cannot be written (Permission denied)"."""
+        super().__init__(where, why, remedy)
+        self.where, self.why, self.remedy = where, why, remedy
+
+    def explain(self) -> str:
+        return f"{self.where} {self.why}: {self.remedy}"
+
+
 def _size(size: int) -> str:
     """``4.0 KiB``, ``1.5 GiB``."""
     unit, power = next(

@@ -17,7 +17,7 @@ from plexrl_slurm.core import content
 from plexrl_slurm.core.catalogue import ModelSpec
 from plexrl_slurm.core.errors import BadInput, PlexError
 from plexrl_slurm.engines.reshard import Resharded
-from plexrl_slurm.engines.skeleton import Skeleton, bytes_of, dtype_name
+from plexrl_slurm.engines.skeleton import Skeleton, bytes_of, dtype_name, read_model
 from plexrl_slurm.memory import checkpoint, contents
 from plexrl_slurm.memory.checkpoint import Manifest, RankFile
 from plexrl_slurm.memory.files import (
@@ -26,6 +26,7 @@ from plexrl_slurm.memory.files import (
     storage_errors,
     write_tensors,
 )
+from plexrl_slurm.memory.refusals import READ, WRITTEN, refusals
 
 _Value = TypeVar("_Value")
 
@@ -90,7 +91,8 @@ def save(skeleton: Skeleton, model: ModelSpec, path: Path, uri: str, gang: Gang)
     manifest: Manifest | None = None
     try:
         if gang.rank == 0:
-            checkpoint.begin(path)
+            with refusals(path, WRITTEN):
+                checkpoint.begin(path)
     except PlexError as error:
         failure = error
     gang.share_failure(failure)
@@ -99,9 +101,9 @@ def save(skeleton: Skeleton, model: ModelSpec, path: Path, uri: str, gang: Gang)
     state = {**skeleton.weights(), **skeleton.masters(), **skeleton.moments()}
     name = checkpoint.rank_file(gang.rank)
     try:
-        file = write_tensors(
-            part_name(path) / name, _buffers(state.items()), durable=True, checksum=True
-        )
+        buffers = _buffers(state.items())
+        with refusals(path, WRITTEN):
+            file = write_tensors(part_name(path) / name, buffers, durable=True, checksum=True)
         mine = RankFile(name=name, bytes=file.bytes, sha256=file.sha256)
     except PlexError as error:
         failure = error
@@ -118,7 +120,8 @@ def save(skeleton: Skeleton, model: ModelSpec, path: Path, uri: str, gang: Gang)
                 files=tuple(written),
                 groups=tuple(tuple(name for name, _ in group) for group in skeleton.groups),
             )
-            checkpoint.finish(path, manifest)
+            with refusals(path, WRITTEN):
+                checkpoint.finish(path, manifest)
     except PlexError as error:
         failure = error
     if gang.rank == 0 and (failure is not None or len(written) < gang.world):
@@ -137,7 +140,8 @@ def load(
     """
     failure: PlexError | None = None
     try:
-        manifest = checkpoint.read_manifest(path, uri)
+        with refusals(path, READ):
+            manifest = checkpoint.read_manifest(path, uri)
         _check_model(manifest, model)
         if manifest.weights_only:
             _check_weights(manifest, model, path, gang, optimizer=optimizer)
@@ -145,12 +149,19 @@ def load(
         failure = error
     gang.share_failure(failure)
     if manifest.weights_only:
-        skeleton.reset(replace(model, path=str(path)))
+        try:
+            with refusals(path, READ):
+                base = read_model(replace(model, path=str(path)))
+        except PlexError as error:
+            failure = error
+        gang.share_failure(failure)
+        skeleton.reset(base)
         weights = content.of_files(*(file.sha256 for file in manifest.files))
         return manifest.bytes, weights
     try:
-        for file in manifest.files[gang.rank :: gang.world]:
-            checkpoint.check_file(path, file, uri)
+        with refusals(path, READ):
+            for file in manifest.files[gang.rank :: gang.world]:
+                checkpoint.check_file(path, file, uri)
     except PlexError as error:
         failure = error
     gang.share_failure(failure)
@@ -164,8 +175,11 @@ def load(
 
     with ExitStack() as opened:
         try:
-            source = opened.enter_context(Resharded(path, manifest, skeleton.groups))
-            source.plan(wanted(), gang.rank, gang.world, skeleton)
+            with refusals(path, READ):
+                source = opened.enter_context(Resharded(path, manifest, skeleton.groups))
+                source.plan(wanted(), gang.rank, gang.world, skeleton)
+        except PlexError as error:
+            failure = error
         except ValueError as error:
             failure = BadInput(
                 f"{uri} was saved by {manifest.world} ranks at {_stage(manifest.sharded)} and this "
@@ -195,8 +209,9 @@ def _check_weights(
             f"{manifest.uri} was imported and has no optimizer state: load it without the optimizer"
         )
     if gang.rank == 0:
-        for file in manifest.files:
-            checkpoint.check_file(path, file, manifest.uri)
+        with refusals(path, READ):
+            for file in manifest.files:
+                checkpoint.check_file(path, file, manifest.uri)
 
 
 def _check_model(manifest: Manifest, model: ModelSpec) -> None:
@@ -228,22 +243,29 @@ def export(
     """
     failure: PlexError | None = None
     written, there = 0, False
-    if gang.rank == 0:
-        there = contents.link(path, weights)
+    try:
+        if gang.rank == 0:
+            with refusals(path, WRITTEN):
+                there = contents.link(path, weights)
+                written = path.stat().st_size if there else 0
+    except PlexError as error:
+        failure = error
+    gang.share_failure(failure)
     if durable is None and gang.everyones(there)[0]:
-        return gang.everyones(path.stat().st_size if there else 0)[0]
+        return gang.everyones(written)[0]
     named = skeleton.named_weights()  # all ranks give their share
     if gang.rank == 0:
         buffers = _buffers(named)
         try:
-            with storage_errors(path.parent, 0):
+            with refusals(path, WRITTEN):
                 path.parent.mkdir(parents=True, exist_ok=True)
-            if not there:
-                write_tensors(path, buffers, durable=False)
-                contents.remember(path, weights)
-            written = path.stat().st_size
+                if not there:
+                    write_tensors(path, buffers, durable=False)
+                    contents.remember(path, weights)
+                written = path.stat().st_size
             if durable is not None:
-                _export_folder(buffers, model, durable, uri=uri, step=skeleton.step)
+                with refusals(durable, WRITTEN):
+                    _export_folder(buffers, model, durable, uri=uri, step=skeleton.step)
         except PlexError as error:
             failure = error
     gang.share_failure(failure)

@@ -29,8 +29,9 @@ from plexrl_slurm.engines.checkpoints import Gang, export, load, save
 from plexrl_slurm.engines.device_memory import DeviceMemory, on_gpu
 from plexrl_slurm.engines.gpus import check_torch
 from plexrl_slurm.engines.movers import Mover, Piece
-from plexrl_slurm.engines.skeleton import Skeleton, bytes_of, dtype_name
+from plexrl_slurm.engines.skeleton import Skeleton, bytes_of, dtype_name, read_model
 from plexrl_slurm.memory import swap
+from plexrl_slurm.memory.refusals import READ, WRITTEN, refusals
 from plexrl_slurm.memory.slab import Slab, SlabHeader, SlabTensor, needed_bytes
 from plexrl_slurm.model_fingerprint import check_weights
 
@@ -83,9 +84,11 @@ class DeepSpeedEngine:
         skeleton = self._skeleton_for(model)
         self._deployment, self._model = "", None  # nobody's, until all is in place
         self._enter(skeleton, deployment)
+        # A new one has the base weights already.
+        base = self._base(model) if there or skeleton.swapped is not None else None
         self._make_room(skeleton)
-        if there or skeleton.swapped is not None:
-            skeleton.reset(model)  # a new one has the base weights already
+        if base is not None:
+            skeleton.reset(base)
         self._deployment, self._model = deployment, model
         self._weights = content.of_base(model.name, body.fingerprint)
         return wire.Created(parameters=skeleton.parameters)
@@ -244,7 +247,8 @@ class DeepSpeedEngine:
                     scratch = swap.scratch_of(self._swap, self._spec.wpg, self._spec.rank)
                     scratch /= model.architecture
                     shutil.rmtree(scratch, ignore_errors=True)
-                skeleton = Skeleton(model, layout=self._zero, scratch=scratch)
+                base = self._base(model)
+                skeleton = Skeleton(model, base, layout=self._zero, scratch=scratch)
                 self._skeletons[model.architecture] = skeleton
             skeleton.wake()
             self._skeleton = skeleton
@@ -270,6 +274,18 @@ class DeepSpeedEngine:
         held = sum(skeleton.bytes for skeleton in self._skeletons.values())
         return on_gpu() or DeviceMemory(used=held)
 
+    def _base(self, model: ModelSpec) -> Any:
+        """The base weights, read on all ranks or on none."""
+        failure: PlexError | None = None
+        base: Any = None
+        try:
+            with refusals(Path(model.path), READ):
+                base = read_model(model)
+        except PlexError as error:
+            failure = error
+        self._gang.share_failure(failure)
+        return base
+
     def _enter(self, skeleton: Skeleton, deployment: str) -> None:
         """Let go of the resident's swap folder and open another."""
         if skeleton.swapped is not None and self._swap is not None:
@@ -280,14 +296,15 @@ class DeepSpeedEngine:
         """On all ranks or on none: a new version of what lies on the disk."""
         if skeleton.swapped is None:
             return
-        failure: StorageFull | None = None
+        failure: PlexError | None = None
         try:
-            skeleton.swapped.begin()
-        except StorageFull as error:
+            with refusals(self._swap or Path(), WRITTEN):
+                skeleton.swapped.begin()
+        except PlexError as error:
             failure = error
         try:
             self._gang.share_failure(failure)
-        except StorageFull:
+        except PlexError:
             skeleton.swapped.abandon()
             raise
 

@@ -21,6 +21,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -31,12 +32,13 @@ from plexrl_slurm import wire
 from plexrl_slurm.clock import now_us
 from plexrl_slurm.core import content
 from plexrl_slurm.core.catalogue import ModelSpec
-from plexrl_slurm.core.errors import BadImage, BadInput, StorageFull
+from plexrl_slurm.core.errors import BadImage, BadInput, PlexError
 from plexrl_slurm.engines.base import RankSpec
 from plexrl_slurm.engines.device_memory import DeviceMemory
 from plexrl_slurm.engines.fake_pause import Progress
 from plexrl_slurm.engines.sampling import check_sample, top_k
 from plexrl_slurm.memory.files import part_name, storage_errors
+from plexrl_slurm.memory.refusals import READ, WRITTEN, image_refusals, refusals
 from plexrl_slurm.memory.slab import Slab, SlabHeader, SlabTensor, needed_bytes
 from plexrl_slurm.model_fingerprint import check_weights
 
@@ -229,15 +231,18 @@ class FakeTrainEngine:
         self._enter("load_state")
         now = self._resident("load_state")
         path = Path(body.path) / "state"
-        if not path.is_file():
-            raise BadInput(f"there is no checkpoint {body.uri}: save it first, or correct the name")
-        state = _read(path, FakeState)
+        with refusals(Path(body.path), READ):
+            if not path.is_file():
+                raise BadInput(
+                    f"there is no checkpoint {body.uri}: save it first, or correct the name"
+                )
+            state, size = _read(path, FakeState), path.stat().st_size
         if state.base_model != now.base_model:
             raise BadInput(f"{body.uri} is of {state.base_model}, this model is {now.base_model}")
         if not body.optimizer:
             state = msgspec.structs.replace(state, moments=_hash("zero"), step=0)
         self._state = state
-        return wire.Saved(body.uri, path.stat().st_size)
+        return wire.Saved(body.uri, size)
 
     def publish(self, body: wire.Publish, path: Path) -> wire.Saved:
         self._enter("publish")
@@ -277,14 +282,16 @@ class FakeTrainEngine:
         """Write a file of the gang's, which is rank 0's work; returns its bytes."""
         data = msgspec.msgpack.encode(value)
         if self._spec.rank == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
             part = part_name(path)
             try:
-                with storage_errors(path.parent, len(data)):
-                    part.write_bytes(data)
-                    part.rename(path)
-            except StorageFull:
-                part.unlink(missing_ok=True)
+                with refusals(path, WRITTEN):
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    with storage_errors(path.parent, len(data)):
+                        part.write_bytes(data)
+                        part.rename(path)
+            except PlexError:
+                with suppress(OSError):
+                    part.unlink()
                 raise
         return len(data)
 
@@ -336,7 +343,8 @@ class FakeSampleEngine:
         self._model = None
         await asyncio.sleep(self._faults.delay_s("load_snapshot"))
         spec = self._spec.models[model]
-        loaded, weights = _snapshot(path, spec)
+        with image_refusals(path):
+            loaded, weights = _snapshot(path, spec)
         assert self._free(loaded), f"load of {path} while others are sampled in both slots"
         here = {self._loaded, *(weights for _, weights in self._running.values())}
         moved = 0 if loaded in here else spec.weights_bytes

@@ -25,7 +25,14 @@ import zmq.asyncio
 from plexrl_slurm import logs, wire
 from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.catalogue import ModelSpec
-from plexrl_slurm.core.errors import BadImage, BadInput, DeviceBusy, StepSkipped, StorageFull
+from plexrl_slurm.core.errors import (
+    BadImage,
+    BadInput,
+    DeviceBusy,
+    StepSkipped,
+    StorageFull,
+    StorageRefused,
+)
 from plexrl_slurm.engines import ranklink
 from plexrl_slurm.engines.base import (
     TRAIN_ENGINES,
@@ -100,7 +107,7 @@ class TrainRank:
                 moved, result = self._perform(order.operation)
             except StepSkipped as problem:
                 result = wire.encode(wire.Failed(str(problem), "user"))
-            except (BadImage, BadInput, DeviceBusy, StorageFull) as problem:
+            except (BadImage, BadInput, DeviceBusy, StorageFull, StorageRefused) as problem:
                 ok, error, full = False, str(problem), isinstance(problem, StorageFull)
             self._link.send(
                 ranklink.encode(

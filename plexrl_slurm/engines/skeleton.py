@@ -79,14 +79,16 @@ def quiet() -> Iterator[None]:
 class Skeleton:
     """The engine of one architecture. Whose state is in it is its owner's business."""
 
-    def __init__(self, model: ModelSpec, *, layout: ZeroLayout, scratch: Path | None) -> None:
-        """Build it; all ranks together. Its first content is ``model``'s base weights, but for
-        what is in swap folders; ``scratch`` is one for what belongs to nobody."""
+    def __init__(
+        self, model: ModelSpec, base: Any, *, layout: ZeroLayout, scratch: Path | None
+    ) -> None:
+        """Build it; all ranks together. Its first content is ``base`` (see :func:`read_model`), but
+        for what is in swap folders; ``scratch`` is one for what belongs to nobody."""
         import deepspeed
 
         self.architecture = model.architecture
         self.layout = layout
-        self.policy = Policy(_read_model(model))
+        self.policy = Policy(base)
         for parameter in self.policy.parameters():
             parameter.data = parameter.data.clone()  # mapped from the file until now
         groups = _parameter_groups(self.policy, layout)
@@ -259,9 +261,9 @@ class Skeleton:
             {**counters, **fresh, "engine._unmanaged_backward_count": 0, "zero.ready": 0, "open": 0}
         )
 
-    def reset(self, model: ModelSpec) -> None:
-        """Fresh state: ``model``'s base weights, zero moments, step 0."""
-        self._buffers.fill(dict(_read_model(model).named_parameters()))
+    def reset(self, base: Any) -> None:
+        """Fresh state: the weights of ``base`` (see :func:`read_model`), zero moments, step 0."""
+        self._buffers.fill(dict(base.named_parameters()))
         with self.rewritten():
             self._buffers.follow_weights(list(self.masters().values()))
             self.reset_moments()
@@ -384,7 +386,8 @@ def _parameter_groups(policy: Policy, layout: ZeroLayout) -> list[list[Any]]:
     return [[p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() <= 1]]
 
 
-def _read_model(model: ModelSpec) -> Any:
+def read_model(model: ModelSpec) -> Any:
+    """The model of a folder."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 

@@ -27,6 +27,7 @@ from plexrl_slurm.engines.gpus import check_torch
 from plexrl_slurm.engines.sampling import check_sample, top_k
 from plexrl_slurm.engines.vllm_draws import DRAWN
 from plexrl_slurm.engines.vllm_slots import Slot, shapes_of
+from plexrl_slurm.memory.refusals import image_refusals
 
 #: Between two attempts to pause a call whose requests vLLM may not have heard of yet.
 PAUSE_S = 0.005
@@ -66,12 +67,13 @@ class VllmEngine:
     async def load_snapshot(self, path: Path, *, model: str) -> int:
         spec = self._model(model)
         self._refuse_while_sampling(f"load {path}", slots=1 + self._two)
-        files = snapshot_files.find(path)
-        key = snapshot_files.key_of(files)
-        slot = self._slot_for(spec, key)
-        if slot is None or slot.key != key:
-            own = slot.shapes if slot else shapes_of(snapshot_files.find(Path(spec.path)))
-            snapshot_files.compare(path, files, own)
+        with image_refusals(path):
+            files = snapshot_files.find(path)
+            key = snapshot_files.key_of(files)
+            slot = self._slot_for(spec, key)
+            if slot is None or slot.key != key:
+                own = slot.shapes if slot else shapes_of(snapshot_files.find(Path(spec.path)))
+                snapshot_files.compare(path, files, own)
         moved = 0
         if slot is None:
             slot = await self._open(spec)

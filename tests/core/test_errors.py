@@ -26,6 +26,7 @@ from plexrl_slurm.core.errors import (
     StepSkipped,
     StorageFailed,
     StorageFull,
+    StorageRefused,
     Unauthenticated,
     UnknownModel,
 )
@@ -69,6 +70,10 @@ EXAMPLES: list[tuple[PlexError, str]] = [
     (
         StorageFailed("/nvme/a", "Input/output error"),
         "/nvme/a cannot be written (Input/output error): see what dmesg says of its disk",
+    ),
+    (
+        StorageRefused("/state/c", "cannot be written (Permission denied)", "see ls -ld"),
+        "/state/c cannot be written (Permission denied): see ls -ld",
     ),
     (
         InvalidTransition("m1", "host", "resident", ("placed", "offloaded")),

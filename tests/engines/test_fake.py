@@ -5,16 +5,18 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from plexrl_slurm import wire
 from plexrl_slurm.core.catalogue import ModelSpec
-from plexrl_slurm.core.errors import BadImage, BadInput, StorageFull
+from plexrl_slurm.core.errors import BadImage, BadInput, StorageFull, StorageRefused
+from plexrl_slurm.engines import ranklink
 from plexrl_slurm.engines.base import RankSpec, make_sample_engine, make_train_engine
 from plexrl_slurm.engines.fake import FakeSampleEngine, FakeTrainEngine
+from plexrl_slurm.engines.rank import TrainRank
 
 ADAM = wire.OptimStep(
     learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, grad_clip_norm=0.0
@@ -347,3 +349,66 @@ def test_a_crash_happens_at_the_named_call_and_only_once(tmp_path: Path) -> None
     first, second = run(), run()
     assert (first.returncode, first.stdout) == (9, "step ")
     assert (second.returncode, second.stdout) == (0, "step step step ")
+
+
+#: What a file system answers when a folder's rights, mount or disk are not as they were.
+REFUSALS = [errno.EACCES, errno.EPERM, errno.ENOENT, errno.EROFS, errno.ENOSPC, errno.EIO]
+
+
+@pytest.mark.parametrize("number", REFUSALS, ids=errno.errorcode.get)
+def test_a_folder_that_refuses_fails_the_call_with_one_sentence_and_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(self: Path, *_args: Any, **_named: Any) -> None:
+        raise OSError(number, os.strerror(number), str(self))
+
+    engine = make_trained(make_batch())
+    before = engine.digest()
+    saved = tmp_path / "checkpoints" / "one"
+    engine.save_state(wire.SaveState(str(saved), "tinker://one"))
+    for method in ("mkdir", "write_bytes", "rename", "read_bytes", "stat"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, method, refuse)
+            if method in ("mkdir", "write_bytes", "rename"):
+                with pytest.raises((StorageRefused, StorageFull), match="checkpoints") as caught:
+                    engine.save_state(wire.SaveState(str(saved), "tinker://one"))
+            else:
+                expected = (StorageRefused, StorageFull, BadImage, BadInput)
+                with pytest.raises(expected, match="one") as caught:
+                    engine.load_state(wire.LoadState(str(saved), "tinker://one", optimizer=True))
+        assert ": " in str(caught.value)
+        assert "\n" not in str(caught.value)
+    assert engine.digest() == before
+    engine.load_state(wire.LoadState(str(saved), "tinker://one", optimizer=True))
+
+
+class Told:
+    """A link that gives a rank these orders, and keeps its answers."""
+
+    def __init__(self, *orders: ranklink.Order) -> None:
+        self._orders = [*orders, ranklink.Order("end", ranklink.Stop())]
+        self.answers: list[ranklink.Answer] = []
+
+    def recv(self) -> bytes:
+        return ranklink.encode(self._orders.pop(0))
+
+    def send(self, data: bytes) -> None:
+        answer = ranklink.decode_report(data)
+        assert isinstance(answer, ranklink.Answer)
+        self.answers.append(answer)
+
+
+def test_a_rank_goes_on_after_a_checkpoint_that_could_not_be_written(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").touch()  # no folder any more
+    body = wire.SaveState(str(tmp_path / "checkpoints" / "one"), "tinker://one")
+    link = Told(
+        *(
+            ranklink.Order(name, ranklink.Call(name, "m", wire.encode(each)))
+            for name, each in (("save", body), ("learn", make_batch()), ("step", ADAM))
+        )
+    )
+    TrainRank(make_trained(), cast(Any, link)).run()
+    assert [answer.ok for answer in link.answers] == [False, True, True]
+    assert "checkpoints" in link.answers[0].error
+    assert "cannot be written" in link.answers[0].error
+    assert "then try again" in link.answers[0].error
