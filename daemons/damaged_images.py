@@ -35,9 +35,11 @@ class DamagedImages:
             return
         self._believe(live.id, done.left.durable)
         why = "; ".join(done.left.damaged) or f"node {node} has no image of it"
-        instead = _instead(done.left)
+        instead = f"it goes on from {_instead(done.left)}"
+        if self._parts.shell.core.would_lose(live.id, done.left.image):
+            instead = f"its state is lost: {_lost(done.left)}; start from a checkpoint"
         say(log, "image_damaged", deployment=live.id, node=node, reason=why, instead=instead)
-        text = f"the newest image of {live.id} cannot be used ({why}); it goes on from {instead}"
+        text = f"the newest image of {live.id} cannot be used ({why}); {instead}"
         add = self._parts.writer.add
         add(_fell_back, live.id, done.left, self._path(live.id), now_us())
         add(_note, live.job, text, now_us(), lazy=True)
@@ -95,9 +97,19 @@ def on_disk(
 def _instead(left: tm.ImagesLeft) -> str:
     if left.image is None:
         return "its first call on, which all run again"
-    seq, part = left.image
-    tier = "durable image" if left.image == left.durable else "image"
-    return f"the {tier} at seq {seq}" + (f".{part}" if part else "") + "; calls since run again"
+    return f"{_named(left, left.image)}; calls since run again"
+
+
+def _lost(left: tm.ImagesLeft) -> str:
+    if left.image is None:
+        return "no other image of it is left, and not all of its calls are kept"
+    return f"what is left is {_named(left, left.image)}, and not all calls since then are kept"
+
+
+def _named(left: tm.ImagesLeft, image: tuple[int, int]) -> str:
+    seq, part = image
+    tier = "durable image" if image == left.durable else "image"
+    return f"the {tier} at seq {seq}" + (f".{part}" if part else "")
 
 
 def _fell_back(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tinker
 from tinker import types
 
 from plexrl_slurm.cli.client import Refused
@@ -176,6 +177,24 @@ def test_with_every_image_bad_the_calls_run_again_from_the_first_on(
     assert "which all run again" in learner.story()
     aside = list((safe.folder / "state" / "durable").glob("*/damaged-*"))
     assert len(aside) == 1, "it is kept for whoever wants to look at it"
+
+
+def test_with_every_image_bad_and_calls_forgotten_the_story_says_that_the_state_is_lost(
+    safe: Partition,
+) -> None:
+    learner = Learner(safe, 0)
+    learner.learn(0, STEPS)
+    wait_until(lambda: len(durable_folders(safe)) == 2, name="two durable images")
+    for folder in durable_folders(safe):
+        truncate(folder)
+    lose_memory(safe)
+    with pytest.raises(tinker.RequestFailedError, match="its state is lost"):
+        learner.learn(STEPS, STEPS + 1)
+    (line,) = [line for line in learner.story().splitlines() if "cannot be used" in line]
+    assert "its state is lost: no other image of it is left" in line
+    assert "is cut off" in line, "where it was, and why it is of no use"
+    assert line.endswith("start from a checkpoint")
+    assert "run again" not in line
 
 
 def test_a_daemon_that_dies_after_the_fall_back_believes_what_is_there(
