@@ -33,8 +33,10 @@ from plexrl_slurm.daemons.gang import Gang
 from plexrl_slurm.daemons.gang_part import GangPart
 from plexrl_slurm.daemons.part_orders import PartOrders
 from plexrl_slurm.daemons.snapshot_links import SnapshotLinks
+from plexrl_slurm.daemons.start_up import ends_with_a_sentence
 from plexrl_slurm.engines import ranklink
 from plexrl_slurm.logs import say
+from plexrl_slurm.memory.refusals import READ, USED, refusals
 from plexrl_slurm.transport import messages as tm
 from plexrl_slurm.transport.bulk import bulk_key
 from plexrl_slurm.transport.links import AgentLink, Inbox
@@ -106,7 +108,12 @@ class Agent:
 
     async def run(self) -> None:
         """Serve until told that the hold is given back."""
-        await self._tier.own()
+        try:
+            with refusals(Path(self._config.host_dir), USED):
+                await self._tier.own()
+        except PlexError:
+            self._folder.close()  # nobody tidies up as long as no agent can start
+            raise
         if self._config.snapshots_dir:  # a node of Slurm's: its folder lies beside earlier holds'
             for folder in self._config.homes:
                 tidy_siblings(folder, say=lambda gone: say(log, "left_over", folder=gone))
@@ -431,7 +438,8 @@ class Agent:
 
 async def serve(config: AgentConfig) -> None:
     """Run an agent until it is stopped."""
-    agent = Agent(config)
+    with refusals(Path(config.state_dir), USED):
+        agent = Agent(config)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, agent.terminate)
@@ -441,7 +449,11 @@ async def serve(config: AgentConfig) -> None:
 def main() -> None:
     """``plexrl-agentd CONFIG.json``."""
     logs.set_up()
-    uvloop.run(serve(AgentConfig.read(Path(sys.argv[1]))))
+    path = Path(sys.argv[1])
+    with ends_with_a_sentence("plexrl-agentd"):
+        with refusals(path, READ):
+            config = AgentConfig.read(path)
+        uvloop.run(serve(config))
 
 
 if __name__ == "__main__":

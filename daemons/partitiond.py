@@ -47,6 +47,7 @@ from plexrl_slurm.daemons.service_base import Parts
 from plexrl_slurm.daemons.service_jobs import PartitionService
 from plexrl_slurm.daemons.shell import Shell
 from plexrl_slurm.daemons.spool import Spool
+from plexrl_slurm.daemons.start_up import ends_with_a_sentence
 from plexrl_slurm.daemons.state import State
 from plexrl_slurm.daemons.usage import Usage
 from plexrl_slurm.daemons.watch import SlurmWatch
@@ -58,6 +59,7 @@ from plexrl_slurm.db.image_moves import ImageMove, add_move, read_moves
 from plexrl_slurm.db.store import Store
 from plexrl_slurm.logs import say
 from plexrl_slurm.memory.files import storage_errors
+from plexrl_slurm.memory.refusals import READ, USED, refusals, refused
 from plexrl_slurm.settings import Settings
 from plexrl_slurm.slurm.choose import make_cluster_port
 from plexrl_slurm.slurm.local import LocalSlurm
@@ -127,6 +129,8 @@ class Daemon:
     def __init__(self, config: Settings) -> None:
         self._config = config
         self._stop = asyncio.Event()
+        #: It has started.
+        self.serves = False
 
     def stop(self) -> None:
         """End the daemon; the hold stays."""
@@ -229,6 +233,7 @@ class Daemon:
         )
         parts.url = config.url or _url(config, serving.port)
         _remember_port(config, serving.port)
+        self.serves = True
         say(log, "serving", partition=config.partition, url=parts.url, holds=sorted(keeper.live))
         keep_what_is_there()
         intake = Intake(parts, service)
@@ -333,7 +338,12 @@ async def serve_partition(config: Settings) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, daemon.stop)
-    await daemon.run()
+    try:
+        await daemon.run()
+    except OSError as problem:
+        if daemon.serves or isinstance(problem, PlexError):
+            raise
+        raise refused(problem, config.state_dir, USED) from problem
 
 
 def main() -> None:
@@ -343,18 +353,17 @@ def main() -> None:
     parser.add_argument("--log-level", default="INFO")
     asked = parser.parse_args()
     logs.set_up(asked.log_level)
-    try:
-        config = settings.read(asked.config)
-        descriptor = lock(config)
+    with ends_with_a_sentence("plexrl-partitiond"):
+        with refusals(asked.config, READ):
+            config = settings.read(asked.config)
+        with refusals(config.state_dir, USED):
+            descriptor = lock(config)
         try:
             # The loop must not wait 5 ms for the database's thread to let go of the interpreter.
             sys.setswitchinterval(0.0005)
             uvloop.run(serve_partition(config))
         finally:
             os.close(descriptor)
-    except PlexError as problem:
-        sys.stderr.write(f"plexrl-partitiond: error: {problem}\n")
-        sys.exit(problem.exit_code)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ _ERROR_WORDS = {
     66: "no such job, or not yours",
     69: "the partition's daemon does not answer",
     70: "a bug or a failed start of the daemon; its log has the rest",
-    74: "no room in a file system or memory budget",
+    74: "no room in a file system or memory budget, or a folder or disk that refuses",
     75: "the database or Slurm cannot be used now; the same command may succeed later",
     77: "you may not do that",
     78: "the settings file has mistakes",
