@@ -10,6 +10,7 @@ from plexrl_slurm.core.errors import NotFound
 from plexrl_slurm.core.holding import Fault, HoldPhase
 from plexrl_slurm.core.ids import CauseId, SlurmId, WpgId
 from plexrl_slurm.core.messages import WpgDown, WpgHeld, WpgReleased
+from plexrl_slurm.daemons.added_wpgs import added, lacking
 from plexrl_slurm.daemons.agents import AgentHub
 from plexrl_slurm.daemons.layout import HeldWpg, Place, Room, local_nodes, wpg_slots
 from plexrl_slurm.daemons.moves import Mover
@@ -61,6 +62,8 @@ class LiveHold:
     #: Slurm's, or why it drains or waits.
     reason: str = ""
     unknown: int = 0
+    #: WPGs that it may lack once it runs, because the settings got them after it was made.
+    lacks: tuple[str, ...] = ()
     #: Looks in a row that found it requeued without all of its components.
     torn: int = 0
 
@@ -82,6 +85,11 @@ class LiveHold:
             self.extending_from_us = None
         elif at_us - self.extended_us > EXTEND_US:
             self.extending_from_us, self.extend_refused = None, True
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """WPGs that the settings got after it was made, and that it has no room for."""
+        return self.lacks if self.running_us is not None else ()
 
     @property
     def phase(self) -> HoldPhase:
@@ -144,6 +152,40 @@ class HeldWpgs:
             self._parts.shell.feed(
                 WpgHeld(at_us=held_us[held.id], cause=CauseId(f"hold {hold.id}"), wpg=held.wpg)
             )
+
+    async def add_new(self, hold: LiveHold, layout: tuple[HeldWpg, ...]) -> tuple[HeldWpg, ...]:
+        """What the settings have had only since the hold was made, as far as it takes that."""
+        ever = await self._parts.store.run(rows.slots_of, hold.id)
+        found: tuple[HeldWpg, ...] = ()
+        if self._settings.backend == "local":
+            rooms = {each: self.room(hold, each.component, each.node) for each in hold.places}
+            found = added(
+                self.slots,
+                ever,
+                layout,
+                {place: room for place, room in rooms.items() if room is not None},
+                taken=self._parts.placer.wpgs,
+            )
+        if found:
+            since_us = max(now_us(), hold.closed_us)
+            held_us = {h.id: max(since_us, self._parts.shell.core.clock_us(h.id)) for h in found}
+            stays = [
+                rows.Stay(
+                    wpg=held.wpg,
+                    held_us=held_us[held.id],
+                    component=held.place.component,
+                    node=held.nodes,
+                    slot=held.slot.name,
+                )
+                for held in found
+            ]
+            say(log, "hold_gets_wpgs", hold=hold.id, wpgs=sorted(held_us))
+            self._parts.writer.add(rows.hold_wpgs, hold.id, stays)
+            self.add(hold, found, held_us)
+        hold.lacks = lacking(self.slots, ever, found)
+        if hold.lacks:
+            say(log, "hold_lacks_wpgs", hold=hold.id, lacks=hold.lacks)
+        return found
 
     def lose_place(self, hold: LiveHold, place: Place, reason: str) -> None:
         """A node is lost: its agent is fenced off, and what lived there is rebuilt elsewhere."""

@@ -5,6 +5,7 @@ from typing import Any
 
 from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.holding import Fault, HoldPhase, HoldRules, Renewal, excluded
+from plexrl_slurm.daemons.added_wpgs import why_lacking
 from plexrl_slurm.daemons.held_wpgs import LiveHold
 from plexrl_slurm.slurm_settings import HoldSettings
 
@@ -22,7 +23,7 @@ def view_of(hold: LiveHold, backend: str) -> dict[str, Any]:
         "limit_end_us": hold.limit_end_us,
         "replaces": hold.replaces,
         "lost_nodes": hold.lost_nodes,
-        "reason": hold.reason,
+        "reason": hold.reason or why_lacking(hold.id, hold.missing, local=backend == "local"),
     }
 
 

@@ -28,6 +28,7 @@ from plexrl_slurm.core.messages import (
     WpgResumed,
 )
 from plexrl_slurm.daemons import hold_writes
+from plexrl_slurm.daemons.added_wpgs import why_lacking
 from plexrl_slurm.daemons.agents import AgentHub
 from plexrl_slurm.daemons.held_wpgs import HeldWpgs, LiveHold
 from plexrl_slurm.daemons.hold_book import HoldBook
@@ -99,6 +100,7 @@ class HoldKeeper:
             self.live[hold.id] = hold
             self._hub.await_hold(hold.id)
             await store.run(rows.set_hold_epoch, row.id, str(self._parts.epoch))
+            hold.lacks = tuple(slot.name for slot in self._wpgs.slots)
             if row.running_us is not None:
                 await self._take_over(hold, row)
             say(log, "hold_found", hold=hold.id, slurm_id=hold.slurm_id, wpgs=sorted(hold.wpgs))
@@ -133,6 +135,7 @@ class HoldKeeper:
         hold.places = {place for held in layout for place in held.places}
         hold.batch_node = row.batch_node or LOCALHOST
         self._wpgs.add(hold, layout, {held.id: booked[held.id] for held in layout})
+        layout += await self._wpgs.add_new(hold, layout)
         self._hub.expect(hold.id, layout, hold.places)
         if status is not None and status.state in ENDED:
             # In the turn in which its books go on, or they would go on to this instant.
@@ -181,10 +184,11 @@ class HoldKeeper:
         in_use = any(
             home in hold.wpgs for job in state.jobs.values() for home in job.homes.values()
         )
-        ready = self._wpgs.is_whole(hold) and all(
-            self._hub.wpgs[wpg].state == "up" for wpg in hold.wpgs if wpg in self._hub.wpgs
-        )
-        if ready and not hold.came_up:
+        here = [self._hub.wpgs[wpg] for wpg in hold.wpgs if wpg in self._hub.wpgs]
+        up = all(wpg.state == "up" for wpg in here)
+        ready = self._wpgs.is_whole(hold) and up
+        outdated = bool(hold.missing) and self._settings.backend == "slurm"
+        if (ready or (hold.missing and up)) and not hold.came_up:
             hold.came_up, self._failed_us = True, []
         if in_use or not hold.came_up:
             hold.idle_since_us = None
@@ -210,6 +214,7 @@ class HoldKeeper:
             lost_nodes=hold.lost_nodes,
             whole=not running or self._wpgs.is_whole(hold),
             useless=running and pools != {slot.pool for slot in self._wpgs.slots},
+            outdated=outdated,
             extending=hold.extending_from_us is not None,
             extend_refused=hold.extend_refused,
             pending_reason=hold.reason,
@@ -223,6 +228,9 @@ class HoldKeeper:
             + (f" ({hold.reason})" if hold.reason else "")
             for hold in waiting
         ]
+        local = self._settings.backend == "local"
+        whys = [why_lacking(hold.id, hold.missing, local=local) for hold in self.live.values()]
+        words += [why for why in whys if why]
         if self.trouble:
             words.append(f"a new hold could not be submitted: {self.trouble}")
         if self._parts.watch.trouble:
@@ -299,6 +307,8 @@ class HoldKeeper:
         hold.running_us, hold.places, hold.reason = began_us, places, ""
         hold.batch_node = status.batch_node or LOCALHOST
         hold.lost_nodes, hold.came_up, hold.extend_refused = 0, False, False
+        laid = {held.slot.name for held in layout}
+        hold.lacks = tuple(name for name in hold.lacks if name not in laid)
         clock = self._parts.shell.core.clock_us
         held_us = {held.id: max(began_us, clock(held.id)) for held in layout}
         say(log, "hold_runs", hold=hold.id, nodes=sorted(place.node for place in places))

@@ -194,6 +194,12 @@ def lay_out(
     return tuple(found[slot.name] for slot in slots if slot.name in found)
 
 
+def follower_of(slot: WpgSlot, there: Iterable[HeldWpg], names: set[str]) -> HeldWpg | None:
+    """``slot`` on the GPUs of its leader, if that is there, with a name that is added to these."""
+    leader = _leader(slot, there)
+    return None if leader is None else _follower(slot, leader, _name(slot, names))
+
+
 def _leader(slot: WpgSlot, found: Iterable[HeldWpg]) -> HeldWpg | None:
     return next((held for held in found if held.slot.leads(slot)), None)
 

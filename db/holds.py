@@ -189,6 +189,11 @@ def held_wpgs(session: Session, hold_id: str) -> list[WpgRow]:
     return list(session.scalars(fresh))
 
 
+def slots_of(session: Session, hold_id: str) -> set[str]:
+    """Slots of all WPGs that the hold has now, or has had."""
+    return set(session.scalars(select(WpgRow.slot).where(WpgRow.hold_id == hold_id)))
+
+
 def _change(session: Session, hold_id: str, **values: object) -> None:
     change = update(HOLDS).where(HOLDS.c.id == hold_id).values(**values).returning(HOLDS.c.id)
     if session.execute(change).first() is None:

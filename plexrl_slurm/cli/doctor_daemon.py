@@ -58,7 +58,8 @@ def _hold(hold: dict[str, object]) -> Iterator[Said]:
     if state == "up":
         nodes = hold["nodes"]
         assert isinstance(nodes, list)
-        yield OK, f"{where} is up on {', '.join(nodes)}"
+        on = f"{where} is up on {', '.join(nodes)}"
+        yield (WARN, f"{on}; {reason}") if reason else (OK, on)
     elif state == "pending":
         yield (
             WARN,

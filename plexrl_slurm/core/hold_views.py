@@ -59,6 +59,8 @@ class HoldView:
     whole: bool = True
     #: One of its pools has no WPG left.
     useless: bool = False
+    #: It was made before the settings had some of the WPGs that another one would have.
+    outdated: bool = False
     #: Slurm accepted a longer limit, and ``limit_end_us`` does not show it yet.
     extending: bool = False
     #: Slurm refused a longer limit.

@@ -170,6 +170,8 @@ class _Decision:
             return
         if _faulty(hold):
             self._replace(hold, _fault(hold))
+        elif hold.outdated:
+            self._replace(hold, "it was made before the settings had all of these WPGs")
         elif self._is_near(hold, self._rules.renew_before_us):
             self._renew(hold)
         if hold.useless and not hold.in_use:

@@ -388,3 +388,15 @@ def test_failures_rest_twice_as_long_each_time() -> None:
         return rest_until_us(failed, first_us=10, longest_us=70) - max(failed, default=0)
 
     assert [rest(many) for many in (0, 1, 2, 3, 4, 99)] == [0, 10, 20, 40, 70, 70]
+
+
+def test_a_hold_from_before_some_wpgs_were_configured_is_replaced_once_and_stays_until_then() -> (
+    None
+):
+    old = up(outdated=True, whole=False, ready=False)
+    (submit,) = decide(NOW, [old], NOBODY, RULES)
+    assert submit == Submit(replaces="h1", reason="")
+    assert "before the settings had" in submit.reason
+    assert decide(NOW, [old, pending(replaces="h1")], NOBODY, RULES) == ()
+    (drain,) = decide(NOW, [old, up("h2", replaces="h1")], NOBODY, RULES)
+    assert drain == Drain(hold="h1", reason="")
