@@ -413,11 +413,11 @@ def test_what_runs_before_its_turn_waits_for_it(site: Site) -> None:
 
 def test_a_users_own_hold_is_the_users(site: Site) -> None:
     job = site.submit(ALICE, site.asleep("#PLEXRL --model=tiny"), "--hold")
-    site.wait_job(job, "admitted")
     site.wait_why(job, "its owner holds it")
     site.restart()
     time.sleep(2 * site.site.slurm.poll_us / 1e6 if site.site.slurm else 0)
     assert site.slurm(job, "Reason") == "JobHeldUser"
+    assert site.job(job)["state"] == "queued", "it keeps no place from others"
     site.cluster.run(ALICE, ["scontrol", "release", job])
     site.wait_job(job, "running")
     site.cancel(job)
