@@ -125,6 +125,27 @@ def test_a_folder_that_was_deleted_while_its_agent_started_is_made_again(
     os.close(other)
 
 
+def test_an_agent_that_waits_for_anothers_folder_says_for_whose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr(folders, "SAID_FIRST", 1)
+
+    async def scene() -> None:
+        first = await folders.locked(tmp_path, lambda: None)
+        second = asyncio.create_task(folders.locked(tmp_path, lambda: None))
+        while not caplog.messages:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.5)
+        os.close(first)
+        os.close(await second)
+
+    asyncio.run(scene())
+    (said,) = caplog.messages
+    assert f"{tmp_path} is in use by another agent (pid {os.getpid()}): this one waits" in said
+    assert "give one of them a folder or a [partition] name of its own" in said
+
+
 @pytest.mark.parametrize("above", [0, 1, 3])
 def test_a_tier_that_other_users_can_change_is_refused(tmp_path: Path, above: int) -> None:
     tier = HostTier(tmp_path / "a" / "b" / "c" / "d", snapshots=tmp_path / "s", writer="w")
