@@ -90,7 +90,7 @@ class Gang:
         self._up: set[int] = set()
         self._open: dict[str, _Open] = {}
         self._reason = ""
-        self._stopping = False
+        self._end = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -114,7 +114,7 @@ class Gang:
 
     async def stop(self) -> None:
         """End it for good."""
-        self._stopping = True
+        self._end.set()
         await self._kill()
         if self._task is not None:
             await self._task
@@ -173,7 +173,7 @@ class Gang:
 
     async def _keep_running(self) -> None:
         failures = 0
-        while not self._stopping:
+        while not self._ending():
             self.incarnation += 1
             began = now_us()
             came_up = await self._live()
@@ -189,7 +189,8 @@ class Gang:
                 lived_us=now_us() - began,
                 pause_s=pause,
             )
-            await asyncio.sleep(pause)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._end.wait(), pause)
 
     async def _live(self) -> bool:
         """One incarnation, from its start until none of its ranks is left; whether it came up."""
@@ -201,10 +202,11 @@ class Gang:
             self._reason = f"cannot start: {problem}"
             await self._kill()
         else:
-            self._changed(self, "")
-            exits = [asyncio.create_task(process.wait()) for process in self._processes]
-            await self._wait_for_an_end(exits)
-            self._note_exit()
+            if not self._ending():  # it was not ended while it started
+                self._changed(self, "")
+                exits = [asyncio.create_task(process.wait()) for process in self._processes]
+                await self._wait_for_an_end(exits)
+                self._note_exit()
             came_up = self.state == "up"
             await self._kill()
         self.state, self.pids = "down", []
@@ -232,7 +234,7 @@ class Gang:
 
     def _ending(self) -> bool:
         """Read anew after an await: somebody may have asked for the end meanwhile."""
-        return self._stopping
+        return self._end.is_set()
 
     def _note_exit(self) -> None:
         for rank, process in enumerate(self._processes, self._first):

@@ -45,7 +45,7 @@ class GangPart(Gang):
             self._news.set()
 
     async def stop(self) -> None:
-        self._stopping = True
+        self._end.set()
         self._news.set()
         await super().stop()
 

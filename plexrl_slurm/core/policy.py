@@ -191,12 +191,11 @@ class AtcH:
     look_ahead: float = 0.5
 
     def choose(self, candidates: Sequence[Candidate], *, hysteresis: float) -> Choice:
-        guarded = guard(candidates)
-        if guarded is not None:
-            return guarded
         reach = 0.0
         best, most, resident, kept = candidates[0], -1.0, None, 0.0
         for c in candidates:
+            if c.waited_us >= c.calm_us and (guarded := _overdue(candidates)) is not None:
+                return guarded
             index = c.pull
             if c.slack_us > c.work_us:  # of few, so that a second pass for the mean is cheaper
                 reach = reach or self.look_ahead * _mean_work_us(candidates)

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
-from crc32c import crc32c
 
 from plexrl_slurm.core.errors import BadImage
-from plexrl_slurm.memory import disk, sums, swap_manifest
+from plexrl_slurm.memory import disk, manifests, sums, swap_manifest
 from plexrl_slurm.memory.fence import NONE, Token, moving, passing
 from plexrl_slurm.memory.files import (
     chunks,
@@ -67,16 +66,6 @@ class Manifest(msgspec.Struct, frozen=True):
     def bytes(self) -> int:
         """Of all files."""
         return sum(file.bytes for file in (*self.files, *self.swapped))
-
-
-class _Format(msgspec.Struct):
-    format: int = 0
-
-
-def encoded(manifest: Manifest) -> bytes:
-    """What its file contains: its own checksum, and JSON."""
-    text = msgspec.json.encode(manifest)
-    return b"%08x\n%s\n" % (crc32c(text), text)
 
 
 def folder_of(durable: Path, deployment: str, progress: tuple[int, int]) -> Path:
@@ -133,7 +122,7 @@ def write_image(
             swapped=tuple(swapped),
             order=order,
         )
-        write_bytes(part / MANIFEST, encoded(manifest))
+        write_bytes(part / MANIFEST, manifests.encoded(manifest))
         publish(part, folder, order)
         return manifest
     finally:
@@ -216,22 +205,7 @@ def _listed(version: Path) -> list[Path]:
 
 def read_manifest(folder: Path) -> Manifest:
     """Raises ``BadImage`` if there is no complete image of this format."""
-    try:
-        data = disk.disk.read_file(folder / MANIFEST)
-    except OSError as error:
-        raise BadImage(str(folder), f"cannot be read ({error.strerror})") from error
-    said, _, text = data.removesuffix(b"\n").partition(b"\n")
-    if said != b"%08x" % crc32c(text):
-        raise BadImage(str(folder), "has a manifest that does not match its own checksum")
-    try:
-        found = msgspec.json.decode(text, type=_Format).format
-        if found != FORMAT:
-            why = f"has format {found}; this release reads format {FORMAT}"
-            raise BadImage(str(folder), why)
-        manifest = msgspec.json.decode(text, type=Manifest)
-    except msgspec.DecodeError as error:
-        raise BadImage(str(folder), f"has an unreadable manifest ({error})") from error
-    return manifest
+    return manifests.read(folder / MANIFEST, Manifest, format_=FORMAT)
 
 
 def slab_bytes(folder: Path, *, first: int, count: int) -> int:

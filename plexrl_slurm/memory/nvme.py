@@ -24,7 +24,7 @@ import msgspec
 from crc32c import crc32c
 
 from plexrl_slurm.core.errors import BadImage, PlexError, StorageFailed
-from plexrl_slurm.memory import disk, sums
+from plexrl_slurm.memory import disk, manifests, sums
 from plexrl_slurm.memory.files import publish_folder, storage_errors, write_all, write_bytes
 from plexrl_slurm.memory.slab import PRELUDE_BYTES, put_prelude, read_header, unmarked, used_bytes
 
@@ -98,10 +98,6 @@ class Manifest(msgspec.Struct, frozen=True):
         return sum(file.bytes for file in self.files)
 
 
-class _Format(msgspec.Struct):
-    format: int = 0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Block:
     number: int
@@ -140,8 +136,7 @@ def write_image(folder: Path, slabs: Sequence[Path], *, owner: str) -> Manifest:
                     block_bytes=BLOCK,
                     files=tuple(files),
                 )
-                text = msgspec.json.encode(manifest)
-                write_bytes(part / _MANIFEST, b"%08x\n%s\n" % (crc32c(text), text))
+                write_bytes(part / _MANIFEST, manifests.encoded(manifest))
                 for each in synced:
                     each.result()
             publish_folder(part, folder)
@@ -153,21 +148,7 @@ def write_image(folder: Path, slabs: Sequence[Path], *, owner: str) -> Manifest:
 def read_manifest(folder: Path, *, owner: str) -> Manifest:
     """Raises ``BadImage`` if there is no complete image of this owner and format."""
     path = folder / _MANIFEST
-    try:
-        data = disk.disk.read_file(path)
-    except OSError as error:
-        raise BadImage(str(path), f"cannot be read ({error.strerror})") from error
-    said, _, text = data.removesuffix(b"\n").partition(b"\n")
-    if said != b"%08x" % crc32c(text):
-        raise BadImage(str(path), "is damaged: it does not match its own checksum")
-    try:
-        found = msgspec.json.decode(text, type=_Format).format
-        if found != FORMAT:
-            why = f"has format {found}; this release reads format {FORMAT}"
-            raise BadImage(str(path), why)
-        manifest = msgspec.json.decode(text, type=Manifest)
-    except msgspec.DecodeError as error:
-        raise BadImage(str(path), f"is no manifest of PlexRL's ({error})") from error
+    manifest = manifests.read(path, Manifest, format_=FORMAT)
     if manifest.owner != owner:
         raise BadImage(str(path), "is of another agent's host tier, or of one before a restart")
     return manifest

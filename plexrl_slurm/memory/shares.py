@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from plexrl_slurm.core.errors import BadImage
-from plexrl_slurm.memory import durable
+from plexrl_slurm.memory import durable, manifests
 from plexrl_slurm.memory.durable import Manifest, RankFile
 from plexrl_slurm.memory.fence import NONE, Token
 from plexrl_slurm.memory.files import sync_folder, write_bytes
@@ -75,7 +75,7 @@ def finish(folder: Path, shares: Sequence[bytes], *, name: str, order: Token = N
             files=tuple(files[rank] for rank in range(first.world)),
             order=order,
         )
-        write_bytes(part / durable.MANIFEST, durable.encoded(manifest))
+        write_bytes(part / durable.MANIFEST, manifests.encoded(manifest))
         durable.publish(part, folder, order)
         return manifest
     finally:

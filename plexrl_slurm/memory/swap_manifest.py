@@ -16,7 +16,7 @@ import msgspec
 from crc32c import crc32c
 
 from plexrl_slurm.core.errors import BadImage, PlexError
-from plexrl_slurm.memory import disk
+from plexrl_slurm.memory import disk, manifests
 from plexrl_slurm.memory.files import write_all
 
 #: Variable that tells a rank which agent's it is.
@@ -61,29 +61,12 @@ def write(place: Path, sizes: Mapping[str, int], crcs: Mapping[str, int]) -> Non
         for name, size in sizes.items()
     }
     writer = os.environ.get(SWAP_WRITER, "")
-    text = msgspec.json.encode(SwapManifest(format=FORMAT, writer=writer, files=files))
-    _put(place, b"%08x\n%s\n" % (crc32c(text), text))
+    _put(place, manifests.encoded(SwapManifest(format=FORMAT, writer=writer, files=files)))
 
 
 def read(place: Path) -> SwapManifest:
     """Raises ``BadImage``."""
-    path = place / MANIFEST
-    try:
-        data = disk.disk.read_file(path)
-    except OSError as error:
-        raise BadImage(str(path), f"cannot be read ({error.strerror})") from error
-    said, _, rest = data.partition(b"\n")
-    text = rest.partition(b"\n")[0]
-    if said != b"%08x" % crc32c(text):
-        raise BadImage(str(path), "is damaged: it does not match its own checksum")
-    try:
-        manifest = msgspec.json.decode(text, type=SwapManifest)
-    except msgspec.DecodeError as error:
-        raise BadImage(str(path), f"is no manifest of PlexRL's ({error})") from error
-    if manifest.format != FORMAT:
-        why = f"has format {manifest.format}; this release reads format {FORMAT}"
-        raise BadImage(str(path), why)
-    return manifest
+    return manifests.read(place / MANIFEST, SwapManifest, format_=FORMAT)
 
 
 def crc_of(path: Path) -> int:

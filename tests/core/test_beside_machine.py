@@ -46,6 +46,8 @@ class Two(Core):
     def begin(self, dice: Dice, swarm: Dice) -> None:
         #: Runs that were asked to pause.
         self.pausing: set[CallId] = set()
+        #: What each call that ever ran samples; a snapshot of it may be dropped meanwhile.
+        self.content: dict[CallId, str] = {}
         super().begin(dice, swarm)
         for job in (5, 6, 7):
             self.sample(job, ENOUGH)
@@ -96,9 +98,8 @@ class Two(Core):
                 self.pausing |= set(order.calls)
 
     def contents(self, wpg: str) -> set[str]:
-        """What is sampled there; of a snapshot that was dropped, its name."""
-        names = [self.runs[name].deployment for name in self.running_on(wpg)]
-        return {self.homes[n].content if n in self.homes else str(n) for n in names}
+        """What is sampled there."""
+        return {self.content[name] for name in self.running_on(wpg)}
 
     def check_free(self, order: Switch | SaveImage) -> None:
         if order.wpg != TWO.id:
@@ -112,6 +113,7 @@ class Two(Core):
 
     def start_run(self, order: Run) -> None:
         super().start_run(order)
+        self.content[order.call] = self.homes[order.deployment].content
         assert len(self.contents(order.wpg)) <= (2 if order.wpg == TWO.id else 1)
 
     @property

@@ -10,7 +10,7 @@ from plexrl_slurm.core.ids import CauseId, DeploymentId
 from plexrl_slurm.core.messages import Activity, ImagesLeft, Persist, Switch
 from plexrl_slurm.daemons import gang_orders
 from plexrl_slurm.daemons.orders import Durable
-from plexrl_slurm.memory import durable
+from plexrl_slurm.memory import durable, manifests
 from plexrl_slurm.transport import messages as tm
 from tests.daemons.gang_bench import (
     IMAGE,
@@ -175,7 +175,7 @@ def durable_images(folder: Path, *seqs: int) -> list[Durable]:
         path = durable.folder_of(folder, MODEL, (seq, 0))
         path.mkdir(parents=True)
         manifest = durable.Manifest(deployment=MODEL, progress=(seq, 0), files=())
-        (path / durable.MANIFEST).write_bytes(durable.encoded(manifest))
+        (path / durable.MANIFEST).write_bytes(manifests.encoded(manifest))
         found.append(Durable(progress=(seq, 0), path=str(path)))
     return found
 

@@ -14,7 +14,7 @@ from plexrl_slurm.core.errors import Denied, StorageFailed
 from plexrl_slurm.daemons.host_room import HostRoom
 from plexrl_slurm.daemons.host_tier import HostTier
 from plexrl_slurm.daemons.nvme_tier import NvmeTier
-from plexrl_slurm.memory import nvme, swap, swap_manifest
+from plexrl_slurm.memory import disk, nvme, swap, swap_manifest
 from plexrl_slurm.memory.slab import read_header
 from plexrl_slurm.transport import messages as tm
 from tests.memory.test_slab import make_header, write
@@ -437,7 +437,7 @@ def test_a_disk_that_fails_is_told_once_and_harms_nobody(
     async def scene() -> None:
         tier = await filled(tmp_path, *"abcde", slots=4)
         with monkeypatch.context() as patch, caplog.at_level("INFO"):
-            patch.setattr(os, "preadv", fail)
+            patch.setattr(disk.disk, "read", fail)
             await expect(tier, "a")
         (line,) = [
             each.getMessage() for each in caplog.records if "prefetched" in each.getMessage()
