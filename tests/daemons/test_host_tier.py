@@ -135,9 +135,9 @@ def test_a_host_dir_that_cannot_be_made_is_one_sentence_of_the_agent(
         HostTier(tmp_path / "file" / "n1", snapshots=None, writer="w")
 
     monkeypatch.setattr(agentd, "serve", serve)
-    monkeypatch.setattr(agentd.AgentConfig, "read", lambda _path: None)
+    monkeypatch.setattr("plexrl_slurm.daemons.agentd.AgentConfig.read", lambda _path: None)
     monkeypatch.setattr(sys, "argv", ["plexrl-agentd", "h1.json"])
-    monkeypatch.setattr(agentd.logs, "set_up", lambda: None)
+    monkeypatch.setattr("plexrl_slurm.logs.set_up", lambda: None)
     with pytest.raises(SystemExit) as ended:
         agentd.main()
     assert ended.value.code == 1
