@@ -441,7 +441,11 @@ async def serve(config: AgentConfig) -> None:
 def main() -> None:
     """``plexrl-agentd CONFIG.json``."""
     logs.set_up()
-    uvloop.run(serve(AgentConfig.read(Path(sys.argv[1]))))
+    try:
+        uvloop.run(serve(AgentConfig.read(Path(sys.argv[1]))))
+    except PlexError as problem:
+        sys.stderr.write(f"plexrl-agentd: error: {problem}\n")
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from plexrl_slurm.memory.checkpoint import Manifest, RankFile
 from plexrl_slurm.memory.files import (
     NamedBuffer,
     part_name,
-    storage_errors,
+    saving_errors,
     write_tensors,
 )
 
@@ -99,9 +99,10 @@ def save(skeleton: Skeleton, model: ModelSpec, path: Path, uri: str, gang: Gang)
     state = {**skeleton.weights(), **skeleton.masters(), **skeleton.moments()}
     name = checkpoint.rank_file(gang.rank)
     try:
-        file = write_tensors(
-            part_name(path) / name, _buffers(state.items()), durable=True, checksum=True
-        )
+        with saving_errors(part_name(path)):
+            file = write_tensors(
+                part_name(path) / name, _buffers(state.items()), durable=True, checksum=True
+            )
         mine = RankFile(name=name, bytes=file.bytes, sha256=file.sha256)
     except PlexError as error:
         failure = error
@@ -236,12 +237,12 @@ def export(
     if gang.rank == 0:
         buffers = _buffers(named)
         try:
-            with storage_errors(path.parent, 0):
+            with saving_errors(path.parent):
                 path.parent.mkdir(parents=True, exist_ok=True)
-            if not there:
-                write_tensors(path, buffers, durable=False)
-                contents.remember(path, weights)
-            written = path.stat().st_size
+                if not there:
+                    write_tensors(path, buffers, durable=False)
+                    contents.remember(path, weights)
+                written = path.stat().st_size
             if durable is not None:
                 _export_folder(buffers, model, durable, uri=uri, step=skeleton.step)
         except PlexError as error:
@@ -257,8 +258,8 @@ def _export_folder(
     part = checkpoint.begin(path)
     try:
         name = "model.safetensors"
-        written = write_tensors(part / name, weights, durable=True, checksum=True)
-        with storage_errors(part, 0):
+        with saving_errors(part):
+            written = write_tensors(part / name, weights, durable=True, checksum=True)
             for file in sorted(Path(model.path).iterdir()):
                 if file.is_file() and not _is_weights(file.name):
                     shutil.copyfile(file, part / file.name)

@@ -21,6 +21,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -31,12 +32,12 @@ from plexrl_slurm import wire
 from plexrl_slurm.clock import now_us
 from plexrl_slurm.core import content
 from plexrl_slurm.core.catalogue import ModelSpec
-from plexrl_slurm.core.errors import BadImage, BadInput, StorageFull
+from plexrl_slurm.core.errors import BadImage, BadInput, StorageFailed, StorageFull
 from plexrl_slurm.engines.base import RankSpec
 from plexrl_slurm.engines.device_memory import DeviceMemory
 from plexrl_slurm.engines.fake_pause import Progress
 from plexrl_slurm.engines.sampling import check_sample, top_k
-from plexrl_slurm.memory.files import part_name, storage_errors
+from plexrl_slurm.memory.files import part_name, saving_errors, storage_errors
 from plexrl_slurm.memory.slab import Slab, SlabHeader, SlabTensor, needed_bytes
 from plexrl_slurm.model_fingerprint import check_weights
 
@@ -277,14 +278,15 @@ class FakeTrainEngine:
         """Write a file of the gang's, which is rank 0's work; returns its bytes."""
         data = msgspec.msgpack.encode(value)
         if self._spec.rank == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
             part = part_name(path)
             try:
-                with storage_errors(path.parent, len(data)):
+                with saving_errors(path.parent), storage_errors(path.parent, len(data)):
+                    path.parent.mkdir(parents=True, exist_ok=True)
                     part.write_bytes(data)
                     part.rename(path)
-            except StorageFull:
-                part.unlink(missing_ok=True)
+            except (StorageFailed, StorageFull):
+                with suppress(OSError):
+                    part.unlink()
                 raise
         return len(data)
 

@@ -12,7 +12,7 @@ import pytest
 
 from plexrl_slurm import wire
 from plexrl_slurm.core.catalogue import ModelSpec
-from plexrl_slurm.core.errors import BadImage, BadInput, StorageFull
+from plexrl_slurm.core.errors import BadImage, BadInput, StorageFailed, StorageFull
 from plexrl_slurm.engines.base import RankSpec, make_sample_engine, make_train_engine
 from plexrl_slurm.engines.fake import FakeSampleEngine, FakeTrainEngine
 
@@ -214,6 +214,18 @@ def test_a_full_host_tier_fails_the_publish_and_leaves_nothing(
             engine.publish(wire.Publish("s"), tmp_path / "s")
     assert list(tmp_path.iterdir()) == []
     engine.publish(wire.Publish("s"), tmp_path / "s")
+
+
+def test_a_file_where_the_checkpoints_folder_belongs_fails_the_call_only(tmp_path: Path) -> None:
+    (tmp_path / "runs").touch()
+    engine = make_trained(make_batch())
+    before = engine.digest()
+    body = wire.SaveState(str(tmp_path / "runs" / "a" / "c"), "tinker://c")
+    with pytest.raises(StorageFailed, match=r"runs/a/c cannot be written \(Not a directory\)"):
+        engine.save_state(body)
+    with pytest.raises(StorageFailed, match="a file is where a folder belongs: move it away"):
+        engine.publish(wire.Publish("s", path=body.path), tmp_path / "s")
+    assert engine.digest() == before
 
 
 def make_sample(**fields: Any) -> wire.Sample:
