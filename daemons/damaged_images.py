@@ -4,9 +4,9 @@ the durable images that its database names.
 
 import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.errors import BadImage, NotFound
@@ -20,6 +20,11 @@ from plexrl_slurm.memory import durable
 from plexrl_slurm.transport import messages as tm
 
 log = logging.getLogger(__name__)
+
+_LOST: Final = (
+    "its state is lost, because calls that no older image contains are gone: "
+    "start from a checkpoint"
+)
 
 
 class DamagedImages:
@@ -35,9 +40,9 @@ class DamagedImages:
             return
         self._believe(live.id, done.left.durable)
         why = "; ".join(done.left.damaged) or f"node {node} has no image of it"
-        instead = f"it goes on from {_instead(done.left)}"
-        if self._parts.shell.core.would_lose(live.id, done.left.image):
-            instead = f"its state is lost: {_lost(done.left)}; start from a checkpoint"
+        kept = self._parts.books.kept.get(live.id, {})
+        lost = is_lost(done.left, accepted=live.calls, kept=kept)
+        instead = _LOST if lost else f"it goes on from {_instead(done.left)}"
         say(log, "image_damaged", deployment=live.id, node=node, reason=why, instead=instead)
         text = f"the newest image of {live.id} cannot be used ({why}); {instead}"
         add = self._parts.writer.add
@@ -94,22 +99,21 @@ def on_disk(
     return found
 
 
+def is_lost(left: tm.ImagesLeft, *, accepted: Collection[int], kept: Collection[int]) -> bool:
+    """Whether no replay can go on from what is left: bodies of calls after it were dropped.
+
+    Of ``accepted`` calls, by number, the bodies of the lowest are dropped first.
+    """
+    first = left.image[0] if left.image is not None else 0
+    return any(seq >= first for seq in accepted) and (not kept or min(kept) > first)
+
+
 def _instead(left: tm.ImagesLeft) -> str:
     if left.image is None:
         return "its first call on, which all run again"
-    return f"{_named(left, left.image)}; calls since run again"
-
-
-def _lost(left: tm.ImagesLeft) -> str:
-    if left.image is None:
-        return "no other image of it is left, and not all of its calls are kept"
-    return f"what is left is {_named(left, left.image)}, and not all calls since then are kept"
-
-
-def _named(left: tm.ImagesLeft, image: tuple[int, int]) -> str:
-    seq, part = image
-    tier = "durable image" if image == left.durable else "image"
-    return f"the {tier} at seq {seq}" + (f".{part}" if part else "")
+    seq, part = left.image
+    tier = "durable image" if left.image == left.durable else "image"
+    return f"the {tier} at seq {seq}" + (f".{part}" if part else "") + "; calls since run again"
 
 
 def _fell_back(

@@ -33,7 +33,11 @@ class EvictCalls(ImportCalls):
         if not mine:
             if deployment:
                 raise NotFound("training deployment", deployment)
-            raise NotFound("training deployment of job", row.slurm_id or str(job_id))
+            what = "has ended" if row.ended_us is not None else "trains no model now"
+            raise BadInput(
+                f"job {row.slurm_id or job_id} {what}, and has no images in memory: see "
+                f"`plexrl state show` for what it saved"
+            )
         return {"job_id": job_id, "evicted": [await self._evict(live, to) for live in mine]}
 
     async def _evict(self, live: LiveDeployment, to: str) -> dict[str, Any]:

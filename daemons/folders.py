@@ -2,23 +2,34 @@
 
 import asyncio
 import fcntl
+import logging
 import os
 import shutil
 import stat
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 from plexrl_slurm.core.errors import Denied, StorageFull
+from plexrl_slurm.logs import say
 
 _LOCK: Final = "agent.lock"
+#: Looks at a lock that others have, 0.2 s apart, after which the log says so, and how often.
+SAID_FIRST: Final = 25
+SAID_EVERY: Final = 300
+
+log = logging.getLogger(__name__)
 
 
 async def locked(folder: Path, make: Callable[[], None]) -> int:
     """Wait until no other agent has the lock of ``folder``, and take it; the descriptor keeps it.
 
     ``make``: makes the folder again; another hold's agent may have taken it for left over.
+    An agent that ends gives it back soon; one that is another partition's never does, so the log
+    says who has it.
     """
+    waited = 0
     while True:
         make()
         descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
@@ -26,13 +37,28 @@ async def locked(folder: Path, make: Callable[[], None]) -> int:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             ours = _is_at(descriptor, folder / _LOCK)
+            if ours:
+                with suppress(OSError):  # a full disk has no room for a number either
+                    os.ftruncate(descriptor, 0)
+                    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         except BlockingIOError:
+            waited += 1
+            if waited % SAID_EVERY == SAID_FIRST:
+                say(log, "folder_taken", reason=_taken(folder, descriptor))
             await asyncio.sleep(0.2)
         finally:
             if not ours:
                 os.close(descriptor)
         if ours:
             return descriptor
+
+
+def _taken(folder: Path, descriptor: int) -> str:
+    pid = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+    return (
+        f"{folder} is in use by another agent (pid {pid}): this one waits for its end; if it is "
+        f"another partition's, give one of them a folder or a [partition] name of its own"
+    )
 
 
 def refuse_foreign(folder: Path, *, above: int, setting: str) -> None:

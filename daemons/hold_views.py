@@ -10,8 +10,8 @@ from plexrl_slurm.daemons.held_wpgs import LiveHold
 from plexrl_slurm.slurm_settings import HoldSettings
 
 
-def view_of(hold: LiveHold, backend: str) -> dict[str, Any]:
-    """One hold."""
+def view_of(hold: LiveHold, backend: str, slots: int) -> dict[str, Any]:
+    """One hold; ``slots``: WPGs that the settings want of each."""
     return {
         "id": hold.id,
         "backend": backend,
@@ -23,8 +23,21 @@ def view_of(hold: LiveHold, backend: str) -> dict[str, Any]:
         "limit_end_us": hold.limit_end_us,
         "replaces": hold.replaces,
         "lost_nodes": hold.lost_nodes,
-        "reason": hold.reason or why_lacking(hold.id, hold.missing, local=backend == "local"),
+        "reason": hold.reason,
+        "trouble": why_lacking(hold.id, hold.missing, local=backend == "local")
+        or _lacks(hold, slots),
     }
+
+
+def _lacks(hold: LiveHold, slots: int) -> str:
+    """What a hold was made without; "" if it has all WPGs that the settings want."""
+    if hold.phase is not HoldPhase.RUNNING or len(hold.wpgs) >= slots:
+        return ""
+    return (
+        f"hold {hold.id} has {len(hold.wpgs)} of the {slots} WPGs in the settings: it has lost "
+        f"nodes, or was made when [[wpg]] was another; the next hold has all of them, and `plexrl "
+        f"partition down` and `up` begin one now"
+    )
 
 
 def _word(hold: LiveHold) -> str:

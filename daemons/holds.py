@@ -488,7 +488,10 @@ class HoldKeeper:
         """For ``plexrl sinfo``."""
         for hold in self.live.values():
             self._view(hold, now_us())  # which notes whether it has come up
-        return [view_of(hold, self._settings.backend) for hold in self.live.values()]
+        return [
+            view_of(hold, self._settings.backend, len(self._wpgs.slots))
+            for hold in self.live.values()
+        ]
 
     def excluded(self) -> list[dict[str, Any]]:
         """Nodes that are left out for a while."""

@@ -51,6 +51,8 @@ class HostRoom:
         #: Of the copy that is made in the background.
         #: A disk that failed is not asked for so long.
         self._resting_us = 0
+        #: When it was said last that nothing can leave memory.
+        self._full_us = -REST_US
         self._copied = asyncio.Event()
         self._copied.set()
 
@@ -212,8 +214,24 @@ class HostRoom:
             elif not self._copied.is_set():
                 await self._copied.wait()
             else:
-                say(log, "host_tier_full", missing_bytes=excess, nvme_bytes=self.nvme.used)
+                self._say_full(excess)
                 return
+
+    def _say_full(self, missing: int) -> None:
+        """Every switch meets it again until there is room: it is said once in a while."""
+        if now_us() < self._full_us + REST_US:
+            return
+        self._full_us = now_us()
+        say(
+            log,
+            "host_tier_full",
+            missing_bytes=missing,
+            nvme_bytes=self.nvme.used,
+            reason=(
+                f"images take {missing} bytes more than host_bytes, because none can leave for "
+                f"nvme_dir: look at image_not_copied and the disk, or raise nvme_bytes"
+            ),
+        )
 
     def _make_spare_room(self, store: ImageStore, size: int, kept: Collection[_Key]) -> bool:
         """The same, if that takes no more than dropping what is on NVMe as well."""

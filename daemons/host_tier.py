@@ -22,7 +22,7 @@ from plexrl_slurm.daemons.snapshot_store import SnapshotStore
 from plexrl_slurm.daemons.summer import Summer
 from plexrl_slurm.logs import say
 from plexrl_slurm.memory import disk, durable
-from plexrl_slurm.memory.files import part_name, write_bytes
+from plexrl_slurm.memory.files import part_name, saving_errors, write_bytes
 from plexrl_slurm.memory.images import Held, ImageStore
 from plexrl_slurm.memory.swap_manifest import Trust
 from plexrl_slurm.transport import messages as tm
@@ -130,8 +130,9 @@ class HostTier(Persisting):
 
     def _make(self) -> None:
         """Again, if need be: another hold's agent may have taken them for left over."""
-        self._host.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.snapshots.make()
+        with saving_errors(self._host):
+            self._host.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.snapshots.make()
 
     def clear(self) -> None:
         """The hold is given back."""

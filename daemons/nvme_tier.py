@@ -15,6 +15,7 @@ from plexrl_slurm.filesystems import network_kind
 from plexrl_slurm.logs import say
 from plexrl_slurm.memory import disk, nvme, swap, swap_manifest
 from plexrl_slurm.memory.durable import folder_of
+from plexrl_slurm.memory.files import saving_errors
 from plexrl_slurm.memory.images import Held
 
 log = logging.getLogger(__name__)
@@ -72,7 +73,8 @@ class NvmeTier:
         await asyncio.to_thread(self._adopt)
 
     def _make(self) -> None:
-        self._home.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with saving_errors(self._home):
+            self._home.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     @property
     def _images(self) -> Path:

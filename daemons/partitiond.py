@@ -65,6 +65,7 @@ from plexrl_slurm.slurm.choose import make_cluster_port
 from plexrl_slurm.slurm.local import LocalSlurm
 from plexrl_slurm.slurm.port import SlurmPort
 from plexrl_slurm.transport.links import AgentServer
+from plexrl_slurm.whereabouts import owner_marker, refuse_foreign_state
 
 log = logging.getLogger(__name__)
 
@@ -111,15 +112,9 @@ def _add_move(session: Any, partition: str, move: ImageMove) -> None:
 
 def _claim(config: Settings) -> None:
     """Another partition's folder has its keys: its agents and jobs would take us for it."""
-    marker = config.state_dir / "partition"
-    owner = marker.read_text().strip() if marker.exists() else ""
-    if owner not in ("", config.partition):
-        raise Denied(
-            f"{config.state_dir} is the state_dir of partition {owner!r}: give "
-            f"{config.partition!r} one of its own, or remove {marker} if you renamed the partition "
-            f"after `plexrl partition down`"
-        )
-    if not owner:
+    refuse_foreign_state(config.state_dir, config.partition)
+    marker = owner_marker(config.state_dir)
+    if not marker.exists() or not marker.read_text().strip():
         marker.write_text(f"{config.partition}\n")
 
 

@@ -29,6 +29,8 @@ from plexrl_slurm.model_match import check_match
 
 _FILE: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}\.safetensors")
 _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+#: Whoever sends nothing for so long has given up.
+_PATIENCE_US: Final = 600_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,10 @@ class ImportCalls(StateCalls):
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
         self._coming: dict[str, _Coming] = {}
+        #: When each of them was heard of last.
+        self._heard_us: dict[str, int] = {}
+        #: Names of imports that gave way to newer ones, the last few.
+        self._replaced: dict[str, str] = {}
         # What an earlier daemon was sent in part nobody can finish.
         shutil.rmtree(self._imports, ignore_errors=True)
 
@@ -76,17 +82,29 @@ class ImportCalls(StateCalls):
         known = os.statvfs(self.settings.state_dir)
         if total > known.f_bavail * known.f_frsize:
             raise StorageFull(str(self.settings.state_dir), total, known.f_bavail * known.f_frsize)
-        for number in [n for n, each in self._coming.items() if each.job == job_id]:
-            self._drop(number)  # it was given up: one of a job at a time
+        self._make_way(job_id, asked.name)
         number = uuid.uuid4().hex
         folder = self._imports / number
         folder.mkdir(parents=True, mode=0o700)
         self._coming[number] = _Coming(
             asked=asked, model=model, folder=folder, job=job_id, called=called, uid=row.uid
         )
+        self._heard_us[number] = self.now_us()
         return {
             "import_id": number, "piece_bytes": LONGEST_PIECE, "model": model.name, "uri": uri,
         }  # fmt: skip
+
+    def _make_way(self, job: JobId, name: str) -> None:
+        """Drop what was given up, and an older import of the same name: it was begun anew."""
+        now = self.now_us()
+        for number, each in list(self._coming.items()):
+            if each.job == job and each.asked.name == name:
+                self._replaced[number] = name
+                self._drop(number)
+            elif now - self._heard_us[number] > _PATIENCE_US:
+                self._drop(number)
+        for number in list(self._replaced)[:-100]:
+            del self._replaced[number]
 
     def _model_for(self, asked: Import) -> ModelSpec:
         if asked.model:
@@ -139,12 +157,19 @@ class ImportCalls(StateCalls):
     async def _mine(self, who: Principal, job_id: JobId, import_id: str) -> _Coming:
         await self.owned(who, job_id)
         coming = self._coming.get(import_id)
-        if coming is None or coming.job != job_id:
-            raise NotFound("import", import_id)
-        return coming
+        if coming is not None and coming.job == job_id:
+            self._heard_us[import_id] = self.now_us()
+            return coming
+        if (name := self._replaced.get(import_id)) is not None:
+            raise BadInput(
+                f"another import as {name!r} for job {job_id} has begun since, and this one is "
+                f"dropped: run one at a time, or choose another --name"
+            )
+        raise NotFound("import", import_id)
 
     def _drop(self, import_id: str) -> None:
         coming = self._coming.pop(import_id, None)
+        self._heard_us.pop(import_id, None)
         if coming is not None:
             shutil.rmtree(coming.folder, ignore_errors=True)
 

@@ -316,13 +316,14 @@ class PartitionService(QueueCalls):
     async def nodes(self, who: Principal) -> dict[str, Any]:
         hub, keeper = self._parts.hub, self._parts.holds
         wpgs = [view | self._agent_side(view["id"]) for view in wpg_views(self.shell, self.asker())]
+        held = keeper.views() if keeper is not None else []
         used = await asyncio.to_thread(_bytes_below, self.settings.host_dir)
         return {
             "partition": self.settings.partition,
             "epoch": self._parts.epoch,
             "version": __version__,
             "draining": self.state.draining,
-            "holds": keeper.views() if keeper is not None else [],
+            "holds": held,
             "excluded_nodes": keeper.excluded() if keeper is not None else [],
             "trouble": [
                 sentence
@@ -332,6 +333,7 @@ class PartitionService(QueueCalls):
                     self.state.trouble,
                     self.writer.trouble,
                     *(f"{node}: {stock.trouble}" for node, stock in self.tier_troubles()),
+                    *(str(hold["trouble"]) for hold in held),
                     *(sentence for wpg in wpgs for sentence in wpg["trouble"]),
                 )
                 if sentence

@@ -14,6 +14,7 @@ from typing import Final
 from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.errors import Denied, InvalidTransition, ModelTooLarge, UnknownModel
 from plexrl_slurm.core.ids import JobId, SlurmId, WpgId
+from plexrl_slurm.core.limits import Held, HeldKind
 from plexrl_slurm.core.messages import Pool
 from plexrl_slurm.core.queue_pass import (
     AGAIN,
@@ -26,7 +27,7 @@ from plexrl_slurm.core.queue_pass import (
     Waits,
 )
 from plexrl_slurm.core.states import JobState
-from plexrl_slurm.daemons.job_views import live_job
+from plexrl_slurm.daemons.job_views import USER_HOLD, live_job
 from plexrl_slurm.daemons.queue_book import QueueBook
 from plexrl_slurm.daemons.recovery import LEASE_US
 from plexrl_slurm.daemons.service_base import Parts
@@ -136,6 +137,9 @@ class Turns:
         if found.placed or row.slurm_id is None:
             return found
         held = held_by_slurm(SlurmId(row.slurm_id), slurm, at_us)
+        if row.options.get(USER_HOLD) == "user":
+            sentence = f"its owner holds it: scontrol release {row.slurm_id}"
+            held = Held(kind=HeldKind.OWNER, sentence=sentence)
         return found if held is None else replace(found, in_slurm=held)
 
     async def _give_way(self, turn: "_Turn") -> None:

@@ -4,9 +4,10 @@ Everything foreign that goes wrong with the database itself becomes ``DatabaseUn
 here, with what to do; a violated constraint is a fault of the caller and passes unchanged.
 """
 
+import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,10 @@ def open_database(url: str, *, patience_us: int = PATIENCE_US, read_only: bool =
     ``read_only``: it is not waited for that somebody else's writing ends.
     """
     parsed = _parse(url)
-    engine = _sqlite(parsed, patience_us) if _is_sqlite(parsed) else _postgres(parsed, patience_us)
+    if _is_sqlite(parsed):
+        engine = _sqlite(parsed, patience_us, private=not read_only)
+    else:
+        engine = _postgres(parsed, patience_us)
     try:
         with database_errors(engine), engine.connect() as connection:
             asked = connection.execution_options(plexrl_read_only=read_only)
@@ -157,7 +161,7 @@ def _is_sqlite(url: URL) -> bool:
     return url.get_backend_name() == "sqlite"
 
 
-def _sqlite(url: URL, patience_us: int) -> Engine:
+def _sqlite(url: URL, patience_us: int, *, private: bool) -> Engine:
     if not url.database or url.database == ":memory:":
         raise DatabaseUnavailable(
             shown(url), f"a database in memory is lost with its process: {_FORMS}"
@@ -166,6 +170,8 @@ def _sqlite(url: URL, patience_us: int) -> Engine:
     if path.is_dir() or not path.parent.is_dir():
         wrong = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
         raise DatabaseUnavailable(shown(url), f"{wrong}; make the folder, or name another file")
+    if private:
+        _keep_private(path)
     engine = create_engine(
         url,
         execution_options={"plexrl_patience_us": patience_us},
@@ -191,6 +197,19 @@ def _sqlite(url: URL, patience_us: int) -> Engine:
         connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
 
     return engine
+
+
+def _keep_private(path: Path) -> None:
+    """Everybody's jobs are in the file: whoever else may enter its folder must not read it.
+
+    What SQLite lays beside it later gets the file's own mode.
+    """
+    with suppress(OSError):  # opening it says what is wrong
+        if not path.exists():  # to close one that is in use would drop this process's locks on it
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+        for each in (path, path.with_name(f"{path.name}-wal"), path.with_name(f"{path.name}-shm")):
+            if each.exists() and (found := each.stat()).st_uid == os.geteuid():
+                each.chmod(found.st_mode & 0o770)
 
 
 def _postgres(url: URL, patience_us: int) -> Engine:

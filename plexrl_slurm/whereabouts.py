@@ -16,7 +16,7 @@ from plexrl_slurm.addresses import (
     public_url,
     url_of,
 )
-from plexrl_slurm.core.errors import BadConfig
+from plexrl_slurm.core.errors import BadConfig, Denied
 from plexrl_slurm.tomlcheck import (
     Report,
     Table,
@@ -78,6 +78,22 @@ class Site:
     def jobs_dir(self) -> Path:
         """Where the local Slurm adapter keeps its jobs."""
         return self.state_dir / "local"
+
+
+def owner_marker(state_dir: Path) -> Path:
+    """The file in which the partition that uses a ``state_dir`` has its name."""
+    return state_dir / "partition"
+
+
+def refuse_foreign_state(state_dir: Path, partition: str) -> None:
+    """Raises ``Denied`` for another partition's folder, which has its daemon, keys and jobs."""
+    marker = owner_marker(state_dir)
+    owner = marker.read_text().strip() if marker.exists() else ""
+    if owner not in ("", partition):
+        raise Denied(
+            f"{state_dir} is the state_dir of partition {owner!r}: give {partition!r} one of its "
+            f"own, or remove {marker} if you renamed the partition after `plexrl partition down`"
+        )
 
 
 def read_site(path: Path) -> Site:

@@ -15,6 +15,7 @@ from plexrl_slurm.cli.client import Client
 from plexrl_slurm.cli.site import places
 from plexrl_slurm.core.errors import BadConfig, DaemonUnavailable, PlexError
 from plexrl_slurm.settings import Site, read
+from plexrl_slurm.whereabouts import refuse_foreign_state
 
 #: Between two looks.
 _STEP_S = 0.1
@@ -80,6 +81,7 @@ def start(
     site: Site, *, timeout_s: float, wait_for_wpgs: bool, say: Callable[[str], None]
 ) -> Running:
     """Start the daemon unless it runs, and wait for it."""
+    refuse_foreign_state(site.state_dir, site.partition)
     deadline = time.monotonic() + timeout_s
     process: subprocess.Popen[bytes] | None = None
     before = log_file(site).stat().st_size if log_file(site).exists() else 0
@@ -103,6 +105,7 @@ def start(
 
 def stop(site: Site, *, release: bool, timeout_s: float) -> bool:
     """Stop the daemon; false if none ran."""
+    refuse_foreign_state(site.state_dir, site.partition)
     deadline = time.monotonic() + timeout_s
     pid = _pid(site)
     if pid is None:

@@ -58,8 +58,7 @@ def _hold(hold: dict[str, object]) -> Iterator[Said]:
     if state == "up":
         nodes = hold["nodes"]
         assert isinstance(nodes, list)
-        on = f"{where} is up on {', '.join(nodes)}"
-        yield (WARN, f"{on}; {reason}") if reason else (OK, on)
+        yield OK, f"{where} is up on {', '.join(nodes)}"
     elif state == "pending":
         yield (
             WARN,

@@ -321,6 +321,12 @@ def database(facts: Facts) -> Iterator[Said]:
                 f"{file} belongs to uid {file.stat().st_uid}: chown {facts.service_user} "
                 f"{shown_path(file)}*",
             )
+        if (mode := stat.S_IMODE(file.stat().st_mode)) & 0o007:
+            yield (
+                WARN,
+                f"others may read every job in {file} (mode {mode:04o}): chmod o= "
+                f"{shown_path(file)}*",
+            )
     engine = open_database(url, patience_us=5_000_000)
     try:
         with transaction(engine, read_only=True) as session:

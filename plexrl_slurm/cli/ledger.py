@@ -1,5 +1,6 @@
 """Read the partition's database, for what the CLI can tell without the daemon."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,6 +69,8 @@ def reading(site: Site) -> Iterator[Any]:
         file = Path(url.partition(":///")[2])
         try:
             file.stat()
+            if not os.access(file, os.R_OK):
+                raise PermissionError
         except PermissionError:
             raise Denied(
                 f"you may not read {file}: reports are for root and the service user"

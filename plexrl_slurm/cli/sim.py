@@ -212,10 +212,10 @@ def compare(
     from plexrl_slurm.core.policy import find_policy
     from plexrl_slurm.sim.cluster import find
 
-    orders = [name.strip() for name in policies.split(",")]
+    orders = list(dict.fromkeys(name.strip() for name in policies.split(",")))
     for name in orders:
         find_policy(name)
-    homes = [name.strip() for name in placements.split(",")]
+    homes = list(dict.fromkeys(name.strip() for name in placements.split(",")))
     for name in homes:
         find(name)
     pairs = []

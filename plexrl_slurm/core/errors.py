@@ -5,7 +5,17 @@ hands the same facts to ``super().__init__`` in order, so that it survives pickl
 processes. ``explain`` is one sentence: what was wrong, where, and what to do.
 """
 
-from typing import ClassVar
+from typing import ClassVar, Final
+
+#: What to do about a folder in which nothing can be written, by what the system says of it.
+_REMEDIES: Final = {
+    "Permission denied": "give the service's user the right to write there",
+    "Operation not permitted": "give the service's user the right to write there",
+    "Read-only file system": "mount it writable",
+    "Not a directory": "a file is where a folder belongs: move it away",
+    "File exists": "a file is where a folder belongs: move it away",
+    "No such file or directory": "make the folder again, or mount what belongs there",
+}
 
 
 class PlexError(Exception):
@@ -232,7 +242,8 @@ class StorageFailed(PlexError, OSError):
         self.where, self.reason = where, reason
 
     def explain(self) -> str:
-        return f"{self.where} cannot be written ({self.reason}): see what dmesg says of its disk"
+        remedy = _REMEDIES.get(self.reason, "see what dmesg says of its disk")
+        return f"{self.where} cannot be written ({self.reason}): {remedy}"
 
 
 class StorageRefused(PlexError, OSError):

@@ -34,6 +34,7 @@ class HeldKind(StrEnum):
     DEPENDENCY = "Dependency"
     NEVER = "DependencyNeverSatisfied"
     BEGIN_TIME = "BeginTime"
+    OWNER = "JobHeldUser"
     INVALID_QOS = "InvalidQOS"
     USER_JOBS = "AssocMaxJobsLimit"
     ACCOUNT_JOBS = "AssocGrpJobsLimit"

@@ -205,16 +205,12 @@ class Program:
         """The image is on the device."""
         self.open_step = self._open_at(self.image)
 
-    def would_lose(self, image: Position | None) -> bool:
-        """Whether calls are gone that would have to run again from ``image`` on."""
-        first = image[0] if image is not None else 0
-        return any(seq not in self.calls for seq in range(first, self.frontier[0]))
-
     def lost_image(self, image: Position | None) -> None:
         """Its newest image is gone; ``image`` is the one that is left."""
         self._image_open = self._open_at(image)
         self.image = image
-        if self.would_lose(image):
+        first = image[0] if image is not None else 0
+        if any(seq not in self.calls for seq in range(first, self.frontier[0])):
             lost = (
                 "its state is lost: its newest image is gone, and so are calls that no older one "
                 "contains; start from a checkpoint"

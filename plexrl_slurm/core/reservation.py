@@ -31,13 +31,15 @@ def open_to_all(
 ) -> Partition:
     """The partition as a job sees it that may not have what is kept free.
 
-    ``reserved`` are the jobs that may, and live there: what they have is kept free no more.
+    ``reserved`` are the jobs that may, and live there: what they have is kept free no more. Never
+    all WPGs of a pool are kept, also where it has fewer than it is configured to have.
     """
     kept: set[WpgId] = set()
     for pool in Pool:
-        there = [s.wpg.id for s in partition.sites if s.wpg.pool is pool and not s.draining]
-        there.sort(key=natural)
-        kept |= set(there[max(0, len(there) - reservation.wpgs) :])
+        every = [site for site in partition.sites if site.wpg.pool is pool]
+        there = sorted((site.wpg.id for site in every if not site.draining), key=natural)
+        most = min(reservation.wpgs, max(0, len(every) - 1))
+        kept |= set(there[max(0, len(there) - most) :])
     taken = _taken(partition, reserved)
 
     def seen(site: Site) -> Site:

@@ -15,7 +15,6 @@ from plexrl_slurm.core.explain import Asker, Explanation, WpgView, explain, expl
 from plexrl_slurm.core.handover import why_not_move
 from plexrl_slurm.core.ids import CallId, CauseId, DeploymentId, JobId, WpgId
 from plexrl_slurm.core.messages import AnyEvent, AnyInstruction, Tick, WakeAt
-from plexrl_slurm.core.ordering import Position
 from plexrl_slurm.core.planner import Planner
 from plexrl_slurm.core.policy import Policy
 from plexrl_slurm.core.scales import Scales
@@ -131,12 +130,6 @@ class SchedulerCore:
         """What happened to its state, oldest first: one line a step, and one a move."""
         home = self._books.homes.get(deployment)
         return () if home is None else home[1].where.story
-
-    def would_lose(self, deployment: DeploymentId, image: Position | None) -> bool:
-        """Whether its state would be lost if ``image`` were the newest that is left of it."""
-        home = self._books.homes.get(deployment)
-        program = None if home is None else home[1].program
-        return program is not None and program.would_lose(image)
 
     def why_not_move(self, deployment: DeploymentId) -> str:
         """Why :class:`DeploymentMoved` would be refused now; "" if it would not."""

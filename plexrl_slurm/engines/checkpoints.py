@@ -23,10 +23,10 @@ from plexrl_slurm.memory.checkpoint import Manifest, RankFile
 from plexrl_slurm.memory.files import (
     NamedBuffer,
     part_name,
-    storage_errors,
+    saving_errors,
     write_tensors,
 )
-from plexrl_slurm.memory.refusals import READ, WRITTEN, refusals
+from plexrl_slurm.memory.refusals import READ, refusals
 
 _Value = TypeVar("_Value")
 
@@ -91,8 +91,7 @@ def save(skeleton: Skeleton, model: ModelSpec, path: Path, uri: str, gang: Gang)
     manifest: Manifest | None = None
     try:
         if gang.rank == 0:
-            with refusals(path, WRITTEN):
-                checkpoint.begin(path)
+            checkpoint.begin(path)
     except PlexError as error:
         failure = error
     gang.share_failure(failure)
@@ -101,9 +100,10 @@ def save(skeleton: Skeleton, model: ModelSpec, path: Path, uri: str, gang: Gang)
     state = {**skeleton.weights(), **skeleton.masters(), **skeleton.moments()}
     name = checkpoint.rank_file(gang.rank)
     try:
-        buffers = _buffers(state.items())
-        with refusals(path, WRITTEN):
-            file = write_tensors(part_name(path) / name, buffers, durable=True, checksum=True)
+        with saving_errors(part_name(path)):
+            file = write_tensors(
+                part_name(path) / name, _buffers(state.items()), durable=True, checksum=True
+            )
         mine = RankFile(name=name, bytes=file.bytes, sha256=file.sha256)
     except PlexError as error:
         failure = error
@@ -120,8 +120,7 @@ def save(skeleton: Skeleton, model: ModelSpec, path: Path, uri: str, gang: Gang)
                 files=tuple(written),
                 groups=tuple(tuple(name for name, _ in group) for group in skeleton.groups),
             )
-            with refusals(path, WRITTEN):
-                checkpoint.finish(path, manifest)
+            checkpoint.finish(path, manifest)
     except PlexError as error:
         failure = error
     if gang.rank == 0 and (failure is not None or len(written) < gang.world):
@@ -245,7 +244,7 @@ def export(
     written, there = 0, False
     try:
         if gang.rank == 0:
-            with refusals(path, WRITTEN):
+            with saving_errors(path.parent):
                 there = contents.link(path, weights)
                 written = path.stat().st_size if there else 0
     except PlexError as error:
@@ -257,15 +256,14 @@ def export(
     if gang.rank == 0:
         buffers = _buffers(named)
         try:
-            with refusals(path, WRITTEN):
+            with saving_errors(path.parent):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 if not there:
                     write_tensors(path, buffers, durable=False)
                     contents.remember(path, weights)
                 written = path.stat().st_size
             if durable is not None:
-                with refusals(durable, WRITTEN):
-                    _export_folder(buffers, model, durable, uri=uri, step=skeleton.step)
+                _export_folder(buffers, model, durable, uri=uri, step=skeleton.step)
         except PlexError as error:
             failure = error
     gang.share_failure(failure)
@@ -279,8 +277,8 @@ def _export_folder(
     part = checkpoint.begin(path)
     try:
         name = "model.safetensors"
-        written = write_tensors(part / name, weights, durable=True, checksum=True)
-        with storage_errors(part, 0):
+        with saving_errors(part):
+            written = write_tensors(part / name, weights, durable=True, checksum=True)
             for file in sorted(Path(model.path).iterdir()):
                 if file.is_file() and not _is_weights(file.name):
                     shutil.copyfile(file, part / file.name)

@@ -32,13 +32,13 @@ from plexrl_slurm import wire
 from plexrl_slurm.clock import now_us
 from plexrl_slurm.core import content
 from plexrl_slurm.core.catalogue import ModelSpec
-from plexrl_slurm.core.errors import BadImage, BadInput, PlexError
+from plexrl_slurm.core.errors import BadImage, BadInput, StorageFailed, StorageFull
 from plexrl_slurm.engines.base import RankSpec
 from plexrl_slurm.engines.device_memory import DeviceMemory
 from plexrl_slurm.engines.fake_pause import Progress
 from plexrl_slurm.engines.sampling import check_sample, top_k
-from plexrl_slurm.memory.files import part_name, storage_errors
-from plexrl_slurm.memory.refusals import READ, WRITTEN, image_refusals, refusals
+from plexrl_slurm.memory.files import part_name, saving_errors, storage_errors
+from plexrl_slurm.memory.refusals import READ, image_refusals, refusals
 from plexrl_slurm.memory.slab import Slab, SlabHeader, SlabTensor, needed_bytes
 from plexrl_slurm.model_fingerprint import check_weights
 
@@ -284,12 +284,11 @@ class FakeTrainEngine:
         if self._spec.rank == 0:
             part = part_name(path)
             try:
-                with refusals(path, WRITTEN):
+                with saving_errors(path.parent), storage_errors(path.parent, len(data)):
                     path.parent.mkdir(parents=True, exist_ok=True)
-                    with storage_errors(path.parent, len(data)):
-                        part.write_bytes(data)
-                        part.rename(path)
-            except PlexError:
+                    part.write_bytes(data)
+                    part.rename(path)
+            except (StorageFailed, StorageFull):
                 with suppress(OSError):
                     part.unlink()
                 raise

@@ -30,6 +30,7 @@ from plexrl_slurm.core.errors import (
     BadInput,
     DeviceBusy,
     StepSkipped,
+    StorageFailed,
     StorageFull,
     StorageRefused,
 )
@@ -189,12 +190,16 @@ class TrainRank:
                 return engine.forward_backward(body)
             case wire.OptimStep():
                 return engine.optim_step(body)
-            case wire.SaveState():
-                return engine.save_state(body)
+            case wire.SaveState() | wire.Publish():
+                try:
+                    if isinstance(body, wire.SaveState):
+                        return engine.save_state(body)
+                    return engine.publish(body, Path(call.publish_path))
+                except StorageFailed as problem:
+                    # The state is as it was; to die would only have it fail again.
+                    raise BadInput(str(problem)) from problem
             case wire.LoadState():
                 return engine.load_state(body)
-            case wire.Publish():
-                return engine.publish(body, Path(call.publish_path))
             case wire.Sample() | wire.Doomed():
                 raise BadInput(f"a training WPG cannot run {type(body).__name__}")
             case _:

@@ -13,7 +13,7 @@ import msgspec
 
 from plexrl_slurm.core.errors import BadInput
 from plexrl_slurm.memory import claims
-from plexrl_slurm.memory.files import part_name, publish_folder, storage_errors, write_bytes
+from plexrl_slurm.memory.files import part_name, publish_folder, saving_errors, write_bytes
 
 MANIFEST: Final = "manifest.json"
 _FORMAT: Final = 1
@@ -66,7 +66,7 @@ def rank_file(rank: int) -> str:
 def begin(path: Path) -> Path:
     """The empty folder to write into; called by one rank, the others know its name."""
     part = part_name(path)
-    with storage_errors(_existing_parent(path), 0):
+    with saving_errors(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         _claims[part] = claims.claim(path)
         for left in path.parent.glob(f".{path.name}.*part"):  # whose claim is no more
@@ -81,7 +81,7 @@ def finish(path: Path, manifest: Manifest) -> None:
     Raises ``BadInput`` if somebody else has begun to write it since: another gang took over.
     """
     part = part_name(path)
-    with claims.publishing(path, _claims.pop(part, "")) as mine:
+    with saving_errors(part), claims.publishing(path, _claims.pop(part, "")) as mine:
         if not mine:
             raise BadInput(
                 f"{manifest.uri} is being written, or was written, by another gang since this one "
@@ -124,7 +124,3 @@ def check_file(path: Path, file: RankFile, uri: str) -> None:
         raise BadInput(f"{uri}: its file {file.name} is missing; load another checkpoint") from None
     if found != file.sha256:
         raise BadInput(f"{uri}: its file {file.name} is damaged; load another checkpoint")
-
-
-def _existing_parent(path: Path) -> Path:
-    return next(parent for parent in path.parents if parent.exists())

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from plexrl_slurm.core.errors import BadImage, StorageFull
+from plexrl_slurm.core.errors import BadImage, PlexError, StorageFailed, StorageFull
 from plexrl_slurm.memory import disk
 
 #: dtype names of numpy and torch to those of safetensors.
@@ -59,8 +59,24 @@ def storage_errors(where: Path, needed_bytes: int) -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        free = os.statvfs(where)
+        free = os.statvfs(_standing(where))
         raise StorageFull(str(where), needed_bytes, free.f_bavail * free.f_frsize) from error
+
+
+def _standing(folder: Path) -> Path:
+    return next(each for each in (folder, *folder.parents) if each.exists())
+
+
+@contextmanager
+def saving_errors(where: Path) -> Iterator[None]:
+    """Turn whatever keeps a file from being written into ``StorageFull`` or ``StorageFailed``."""
+    try:
+        with storage_errors(where, 0):
+            yield
+    except OSError as error:
+        if isinstance(error, PlexError):
+            raise
+        raise StorageFailed(str(error.filename or where), error.strerror or str(error)) from error
 
 
 def write_tensors(

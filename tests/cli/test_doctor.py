@@ -410,6 +410,13 @@ def test_a_database_that_is_not_made_or_not_of_this_version(site: Site) -> None:
     schema.upgrade(engine)
     engine.dispose()
     assert [state for state, _ in site.says(doctor_host.database)] == [OK]
+    file = state / "plexrl.sqlite"
+    file.chmod(0o644)
+    assert site.wrong(doctor_host.database) == (
+        WARN, f"others may read every job in {file} (mode 0644): chmod o= {file}*",
+    )  # fmt: skip
+    file.chmod(0o640)
+    assert [state for state, _ in site.says(doctor_host.database)] == [OK]
     site.mounts = "server:/x / nfs4 rw 0 0\n"
     assert "use PostgreSQL" in site.wrong(doctor_host.database)[1]
 

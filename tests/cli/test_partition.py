@@ -95,6 +95,20 @@ def test_up_waits_for_the_wpgs_and_down_releases_the_hold(
     assert plexrl("partition", "down").stdout == "Partition rlvr was down already\n"
 
 
+def test_up_and_down_leave_another_partitions_daemon_alone(
+    plexrl: Plexrl, partitiond: Path, home: Path
+) -> None:
+    assert plexrl("partition", "up").exit_code == 0
+    (home / "state" / "partition").write_text("other\n")
+    for verb in ("up", "down"):
+        result = plexrl("partition", verb)
+        assert result.exit_code == 77, result.output
+        assert "is the state_dir of partition 'other': give 'rlvr' one of its own" in result.stderr
+    (home / "state" / "partition").write_text("rlvr\n")
+    assert plexrl("partition", "down").exit_code == 0
+    assert (home / "state" / "released").exists()
+
+
 def test_down_can_keep_the_hold(plexrl: Plexrl, partitiond: Path, home: Path) -> None:
     plexrl("partition", "up", "--no-wait")
     assert "its hold is kept" in plexrl("partition", "down", "--no-release").stdout

@@ -47,6 +47,12 @@ def test_each_row_is_what_one_run_of_it_says(plexrl: Plexrl, trace: str) -> None
     assert [line.split()[:2] for line in table[1:]] == [list(pair) for pair in pairs]
 
 
+def test_what_is_named_twice_is_run_once(plexrl: Plexrl, trace: str) -> None:
+    twice = ("--policies=fifo, fifo", "--placements=fit,fit", *SIZE)
+    rows = figures(plexrl("sim", "compare", trace, *twice, "--json"))
+    assert [(row["placement"], row["policy"]) for row in rows] == [("fit", "fifo")]
+
+
 def test_pictures_go_where_they_are_asked_to(plexrl: Plexrl, trace: str, tmp_path: Path) -> None:
     folder = tmp_path / "plots"
     options = ("--policies", "atc_h", "--placements", "pack", "--plots", str(folder), *SIZE)

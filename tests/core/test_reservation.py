@@ -1,5 +1,7 @@
 """What is kept free is seen by those only that may have it."""
 
+from dataclasses import replace
+
 import pytest
 
 from plexrl_slurm.core.ids import JobId, WpgId
@@ -56,7 +58,16 @@ def test_wpgs_of_one_node_share_what_is_kept_there() -> None:
 
 
 @pytest.mark.parametrize("wpgs", [0, 5])
-def test_nothing_kept_and_everything_kept(wpgs: int) -> None:
+def test_never_all_wpgs_of_a_pool_are_kept(wpgs: int) -> None:
+    """Holds may have fewer than the settings say: they lost nodes, or are of other settings."""
     found = seen(Partition(sites=[site("train-0")], settled=[]), wpgs=wpgs)
-    assert found == {"train-0": (wpgs > 0, 100)}
+    assert found == {"train-0": (False, 100)}
+    found = seen(Partition(sites=[site("train-0"), site("train-1")], settled=[]), wpgs=wpgs)
+    assert found == {"train-0": (False, 100), "train-1": (wpgs > 0, 100)}
     assert Reservation(wpgs=wpgs).any is (wpgs > 0)
+
+
+def test_what_is_kept_stays_kept_while_another_wpg_drains() -> None:
+    sites = [replace(site("train-0"), draining=True), site("train-1")]
+    found = seen(Partition(sites=sites, settled=[]), wpgs=1)
+    assert found == {"train-0": (True, 100), "train-1": (True, 100)}

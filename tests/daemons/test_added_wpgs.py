@@ -57,7 +57,7 @@ def test_a_hold_without_slurm_gets_them_when_the_daemon_is_started_again(tmp_pat
             daemon.up(address, wpg)
         await daemon.look()
         (view,) = daemon.keeper.views()
-        assert (view["state"], view["reason"]) == ("up", "")
+        assert (view["state"], view["trouble"]) == ("up", "")
         assert await daemon.flaws(hold) == []
         await daemon.die()
         daemon = await world.daemon()  # which finds it in the database
@@ -78,9 +78,9 @@ def test_a_hold_on_slurm_is_replaced_and_says_why_until_then(tmp_path: Path) -> 
         daemon = await world.daemon()
         await daemon.all_up(hold, "n1")
         await daemon.look()
-        view = view_of(daemon.keeper.live[hold], "slurm")
+        view = view_of(daemon.keeper.live[hold], "slurm", 3)
         assert view["state"] == "up", "what it has is up"
-        assert "was made before the settings had WPG rollout-1" in str(view["reason"])
+        assert "was made before the settings had WPG rollout-1" in str(view["trouble"])
         assert "rollout-1" in daemon.parts.placer.why_no_more
         (new,) = set(daemon.keeper.live) - {hold}
         assert daemon.keeper.live[new].replaces == hold

@@ -4,12 +4,14 @@ import asyncio
 import errno
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from plexrl_slurm.core.errors import BadImage
 from plexrl_slurm.core.ids import DeploymentId
-from plexrl_slurm.daemons.damaged_images import on_disk
+from plexrl_slurm.daemons.damaged_images import DamagedImages, on_disk
 from plexrl_slurm.daemons.host_tier import HostTier
 from plexrl_slurm.daemons.orders import Durable
 from plexrl_slurm.memory import durable
@@ -180,3 +182,53 @@ def test_a_daemon_takes_the_newest_durable_image_that_is_there(tmp_path: Path) -
     assert on_disk([(name, kept)]) == {name: None}
     durable.drop_images(root, "a")
     assert on_disk([(name, kept)]) == {name: kept}, "the file system may be away"
+
+
+@pytest.mark.parametrize(
+    ("image", "kept", "said"),
+    [
+        pytest.param(
+            (3, 0), range(3, 8), "it goes on from the image at seq 3; calls since run again",
+            id="an older image, and all calls since",
+        ),
+        pytest.param(
+            None, range(8), "it goes on from its first call on, which all run again",
+            id="no image, and all calls",
+        ),
+        pytest.param(
+            None, range(3, 8),
+            "its state is lost, because calls that no older image contains are gone: start from a "
+            "checkpoint", id="no image, and not the first calls",
+        ),
+        pytest.param(
+            None, (),
+            "its state is lost, because calls that no older image contains are gone: start from a "
+            "checkpoint", id="no image, and no calls",
+        ),
+        pytest.param(
+            (8, 0), (), "it goes on from the image at seq 8; calls since run again",
+            id="an image of everything",
+        ),
+    ],
+)  # fmt: skip
+def test_a_jobs_story_says_whether_its_state_is_lost(
+    image: tuple[int, int] | None, kept: Any, said: str
+) -> None:
+    notes: list[str] = []
+
+    def add(_function: Any, *values: Any, lazy: bool = False) -> None:
+        if lazy:
+            notes.append(values[1])
+
+    live = SimpleNamespace(id="a", job=7, dropped=False, calls=dict.fromkeys(range(8), "call"))
+    parts = SimpleNamespace(
+        state=SimpleNamespace(deployments={"a": live}),
+        shell=SimpleNamespace(durable={}),
+        books=SimpleNamespace(kept={"a": dict.fromkeys(kept, "call")}),
+        writer=SimpleNamespace(add=add),
+        hub=None,
+    )
+    left = tm.ImagesLeft(image=image, durable=None, damaged=["it is cut off"])
+    done = SimpleNamespace(deployment="a", left=left)
+    DamagedImages(cast("Any", parts)).met(cast("Any", done), "n1")
+    assert notes == [f"the newest image of a cannot be used (it is cut off); {said}"]

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from plexrl_slurm.core.errors import BadInput
+from plexrl_slurm.core.ids import JobId
+from plexrl_slurm.db import queue
 from plexrl_slurm.transport import messages as tm
 from tests.daemons.gang_bench import IMAGE, MODEL, Play, Site, player, save_step
 from tests.daemons.holds_bench import World
@@ -139,3 +141,26 @@ def test_while_an_image_moves_nothing_is_evicted(play: Play) -> None:
         assert not site.daemon.orders(site.first, tm.EvictOrder)
 
     play(scene)
+
+
+def test_a_job_without_a_model_in_training_has_nothing_to_evict(play: Play) -> None:
+    async def scene(world: World) -> None:
+        site = await Site.up(await world.daemon())
+        job = await site.daemon.job("41")
+
+        async def refused() -> str:
+            with pytest.raises(BadInput) as caught:
+                await site.daemon.service.evict_state(
+                    site.daemon.who(job), job.id, deployment="", to="nvme"
+                )
+            return str(caught.value)
+
+        assert (await refused()).startswith("job 41 trains no model now, and has no images")
+        await site.daemon.store.run(_end, job.id)
+        assert (await refused()).startswith("job 41 has ended, and has no images in memory")
+
+    play(scene)
+
+
+def _end(session: Any, job: JobId) -> None:
+    queue.cancel(session, job, reason="over", now_us=1)

@@ -5,6 +5,7 @@ import errno
 import fcntl
 import os
 import shutil
+import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import msgspec
 import pytest
 
 from plexrl_slurm.core.errors import BadImage, Denied, StorageFull
-from plexrl_slurm.daemons import folders, shared_tier
+from plexrl_slurm.daemons import agentd, folders, shared_tier
 from plexrl_slurm.daemons.host_tier import HostTier
 from plexrl_slurm.memory import contents, durable
 from plexrl_slurm.memory.files import WRITER, NamedBuffer, part_name, write_tensors
@@ -123,6 +124,48 @@ def test_a_folder_that_was_deleted_while_its_agent_started_is_made_again(
     with pytest.raises(BlockingIOError):
         real(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(other)
+
+
+def test_a_host_dir_that_cannot_be_made_is_one_sentence_of_the_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+
+    async def serve(_config: object) -> None:
+        HostTier(tmp_path / "file" / "n1", snapshots=None, writer="w")
+
+    monkeypatch.setattr(agentd, "serve", serve)
+    monkeypatch.setattr("plexrl_slurm.daemons.agentd.AgentConfig.read", lambda _path: None)
+    monkeypatch.setattr(sys, "argv", ["plexrl-agentd", "h1.json"])
+    monkeypatch.setattr("plexrl_slurm.logs.set_up", lambda: None)
+    with pytest.raises(SystemExit) as ended:
+        agentd.main()
+    assert ended.value.code == 74
+    assert capsys.readouterr().err == (
+        f"plexrl-agentd: error: {tmp_path}/file/n1 cannot be written (Not a directory): a file is "
+        f"where a folder belongs: move it away\n"
+    )
+
+
+def test_an_agent_that_waits_for_anothers_folder_says_for_whose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr(folders, "SAID_FIRST", 1)
+
+    async def scene() -> None:
+        first = await folders.locked(tmp_path, lambda: None)
+        second = asyncio.create_task(folders.locked(tmp_path, lambda: None))
+        while not caplog.messages:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.5)
+        os.close(first)
+        os.close(await second)
+
+    asyncio.run(scene())
+    (said,) = caplog.messages
+    assert f"{tmp_path} is in use by another agent (pid {os.getpid()}): this one waits" in said
+    assert "give one of them a folder or a [partition] name of its own" in said
 
 
 @pytest.mark.parametrize("above", [0, 1, 3])

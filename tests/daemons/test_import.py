@@ -113,6 +113,47 @@ def test_what_arrived_otherwise_than_it_was_sent_leaves_nothing(play: Play) -> N
     play(scene)
 
 
+def test_imports_of_other_names_go_on_beside_each_other_and_of_the_same_the_newest_wins(
+    play: Play,
+) -> None:
+    async def scene(world: World) -> None:
+        daemon, who, job, asked, data = await started(world)
+        finish = daemon.service.finish_import
+        first = await send(daemon, who, job, asked, data)
+        other = await send(daemon, who, job, replace_name(asked, "other"), data)
+        again = await send(daemon, who, job, asked, data)
+        with pytest.raises(BadInput, match="another import as 'mine' for job"):
+            await finish(who, job, first, sha256=sums(data))
+        for number, name in ((other, "other"), (again, "mine")):
+            made = await finish(who, job, number, sha256=sums(data))
+            assert made["uri"] == f"tinker://s{job}-0:import:tiny/weights/{name}"
+        assert not list((daemon.settings.state_dir / "imports").iterdir())
+
+    play(scene)
+
+
+def replace_name(asked: Import, name: str) -> Import:
+    return Import(
+        name=name, model=asked.model, config=asked.config, tensors=asked.tensors, files=asked.files
+    )
+
+
+def test_an_import_that_was_given_up_is_dropped_when_another_begins(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_import, "_PATIENCE_US", -1)
+
+    async def scene(world: World) -> None:
+        daemon, who, job, asked, data = await started(world)
+        first = await send(daemon, who, job, asked, data)
+        await send(daemon, who, job, replace_name(asked, "other"), data)
+        assert len(list((daemon.settings.state_dir / "imports").iterdir())) == 1
+        with pytest.raises(NotFound, match="import"):
+            await daemon.service.finish_import(who, job, first, sha256=sums(data))
+
+    play(scene)
+
+
 def test_what_cannot_be_imported_is_refused_before_anything_is_sent(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,7 +186,7 @@ def test_what_cannot_be_imported_is_refused_before_anything_is_sent(
                 EVE, job, number, name="model.safetensors", offset=0, data=b"x"
             )
         again = await send(daemon, who, job, asked, data)
-        with pytest.raises(NotFound, match="import"):
+        with pytest.raises(BadInput, match="another import"):
             await daemon.service.finish_import(who, job, number, sha256=sums(data))
         await daemon.service.finish_import(who, job, again, sha256=sums(data))
 

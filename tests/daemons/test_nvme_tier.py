@@ -209,6 +209,8 @@ def test_a_disk_that_fails_is_said_in_one_sentence_and_rests(
                 await save(tier, name)
                 await tier.idle(quiet=lambda: True)
         lines = [line for line in caplog.messages if line.startswith("image_not_copied")]
+        (full,) = [line for line in caplog.messages if line.startswith("host_tier_full")]
+        assert "none can leave for nvme_dir: look at image_not_copied and the disk" in full
         assert len(lines) == 1 and all_of(tier) == dict.fromkeys("abcde", (1, 0))
         assert tier._room is not None
         tier._room._resting_us = 0

@@ -62,3 +62,22 @@ def test_a_dependency_counts_before_slurm_is_asked_the_next_time(
         assert q.words() == {job: "Dependency"}
 
     play(scene)
+
+
+def test_a_job_that_its_owner_holds_keeps_no_place_from_others(
+    play: Callable[[Scene], None],
+) -> None:
+    async def scene(q: Queue) -> None:
+        held = await q.submit(priority=900, hold="user")
+        other = await q.submit()
+        assert await q.look() == [other]
+        assert q.words() == {held: "JobHeldUser"}
+        q.bench.slurm.put("2", "COMPLETED")
+        await q.bench.look()
+        assert await q.look() == []
+        q.bench.slurm.put("1", "PENDING", reason="None")  # its owner lets it go
+        await q.bench.look()
+        assert await q.look() == [held]
+        assert q.words() == {}
+
+    play(scene)

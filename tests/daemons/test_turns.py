@@ -305,39 +305,6 @@ def test_an_unknown_qos_and_one_for_others_are_refused(play: Callable[..., None]
     play(scene, free=9, limits=LimitRules(qos=FAST))
 
 
-def test_every_limit_is_explained_and_the_first_is_the_word(play: Callable[..., None]) -> None:
-    async def scene(q: Queue) -> None:
-        first, job = await q.submit(qos="slow"), await q.submit(qos="slow")
-        assert await q.look() == [first]
-        assert q.words() == {job: "AssocMaxJobsLimit"}
-        found = await q.bench.service.explain_job(USERS["a"], job)
-        assert [each["word"] for each in found["obstacles"]] == [
-            "AssocMaxJobsLimit", "QOSGrpJobsLimit",
-        ]  # fmt: skip
-        assert found["sentences"][:2] == [each["sentence"] for each in found["obstacles"]]
-
-    play(scene, free=9, limits=LimitRules(users=Limits(max_jobs=1), qos=FAST))
-
-
-def test_an_expected_start_is_never_in_the_past(
-    play: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def scene(q: Queue) -> None:
-        service, now = q.bench.service, 10**15
-
-        async def expect() -> dict[str, Any]:
-            return {"jobs": [{"start_us": at} for at in (10**15, 10**15 + 9 * 10**6, None)]}
-
-        monkeypatch.setattr(service, "_expect", expect)
-        monkeypatch.setattr(service, "now_us", lambda: now)
-        for now in (10**15, 10**15 + 10**6):
-            found = await service.starts(USERS["a"])
-            starts = [each["start_us"] for each in found["jobs"]]
-            assert starts == [now, 10**15 + 9 * 10**6, None]
-
-    play(scene)
-
-
 def test_what_is_reserved_is_for_reserved_jobs_even_past_the_guard(
     play: Callable[..., None],
 ) -> None:

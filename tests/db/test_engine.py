@@ -1,6 +1,7 @@
 """What goes wrong with a database is one sentence with a remedy."""
 
 import sqlite3
+import stat
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,30 @@ def test_sqlite_runs_with_our_settings(tmp_path: Path) -> None:
 
 
 @pytest.mark.postgres
+def test_nobody_else_may_read_an_sqlite_file_or_what_lies_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "p.sqlite"
+    for left_readable in (False, True):
+        if left_readable:  # by an older version
+            path.chmod(0o644)
+        engine = open_database(f"sqlite:///{path}")
+        with engine.begin() as connection:
+            connection.execute(text(f"CREATE TABLE t{left_readable} (x INTEGER)"))
+            files = {each.name: stat.S_IMODE(each.stat().st_mode) for each in tmp_path.iterdir()}
+        wanted = 0o640 if left_readable else 0o600
+        assert files["p.sqlite"] == wanted
+        assert {"p.sqlite", "p.sqlite-shm", "p.sqlite-wal"} == set(files)
+        assert not any(mode & 0o007 for mode in files.values())
+        engine.dispose()
+
+
+def test_who_only_reads_leaves_the_file_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "p.sqlite"
+    open_database(f"sqlite:///{path}").dispose()
+    path.chmod(0o644)
+    open_database(f"sqlite:///{path}", read_only=True).dispose()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+
+
 def test_a_missing_database_names_the_program_that_makes_it(postgres_server: str) -> None:
     with pytest.raises(DatabaseUnavailable, match="createdb") as caught:
         open_database(f"{postgres_server}/nowhere")

@@ -17,13 +17,13 @@ from plexrl_slurm import wire
 from plexrl_slurm.core.errors import PlexError
 from plexrl_slurm.engines import checkpoints
 from plexrl_slurm.engines.deepspeed import DeepSpeedEngine
-from plexrl_slurm.memory import checkpoint
+from plexrl_slurm.memory import checkpoint, claims
 from tests.engines.training import CREATE, adam, rank_spec, supervised, tiny_spec
 
 #: What is refused (``module``, ``function``), and to which rank.
-WRITES = [(checkpoint, "begin", 0), (checkpoints, "write_tensors", 1), (checkpoint, "finish", 0)]
+WRITES = [(claims, "claim", 0), (checkpoints, "write_tensors", 1), (checkpoint, "write_bytes", 0)]
 READS = [(checkpoint, "read_manifest", 1), (checkpoint, "check_file", 1)]
-PUBLISHES = [(checkpoints, "write_tensors", 0), (checkpoint, "begin", 0)]
+PUBLISHES = [(checkpoints, "write_tensors", 0), (claims, "claim", 0)]
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from plexrl_slurm import wire
 from plexrl_slurm.core.catalogue import ModelSpec
-from plexrl_slurm.core.errors import BadInput, StorageFull
+from plexrl_slurm.core.errors import BadInput, StorageFailed, StorageFull
 from plexrl_slurm.engines.deepspeed import DeepSpeedEngine
 from tests.engines.training import (
     CREATE,
@@ -138,6 +138,21 @@ def test_a_full_disk_leaves_the_old_checkpoint_of_that_name(
     assert names(tmp_path) == ["one"]
     engine.load_state(wire.LoadState(path=str(tmp_path / "one"), uri=URI, optimizer=True))
     assert engine.digest() == wanted
+
+
+def test_a_file_where_the_checkpoints_folder_belongs_fails_the_call_only(
+    engine: DeepSpeedEngine, tmp_path: Path
+) -> None:
+    (tmp_path / "runs").touch()
+    path = str(tmp_path / "runs" / "a" / "c")
+    engine.create("a", CREATE)
+    train(engine, 1)
+    before = engine.digest()
+    with pytest.raises(StorageFailed, match=r"cannot be written \(Not a directory\)"):
+        engine.save_state(wire.SaveState(path=path, uri=URI))
+    with pytest.raises(StorageFailed, match=r"cannot be written \(Not a directory\)"):
+        engine.publish(wire.Publish("s", path=path), tmp_path / "s")
+    assert engine.digest() == before
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -12,7 +12,13 @@ import pytest
 
 from plexrl_slurm import wire
 from plexrl_slurm.core.catalogue import ModelSpec
-from plexrl_slurm.core.errors import BadImage, BadInput, StorageFull, StorageRefused
+from plexrl_slurm.core.errors import (
+    BadImage,
+    BadInput,
+    StorageFailed,
+    StorageFull,
+    StorageRefused,
+)
 from plexrl_slurm.engines import ranklink
 from plexrl_slurm.engines.base import RankSpec, make_sample_engine, make_train_engine
 from plexrl_slurm.engines.fake import FakeSampleEngine, FakeTrainEngine
@@ -218,6 +224,18 @@ def test_a_full_host_tier_fails_the_publish_and_leaves_nothing(
     engine.publish(wire.Publish("s"), tmp_path / "s")
 
 
+def test_a_file_where_the_checkpoints_folder_belongs_fails_the_call_only(tmp_path: Path) -> None:
+    (tmp_path / "runs").touch()
+    engine = make_trained(make_batch())
+    before = engine.digest()
+    body = wire.SaveState(str(tmp_path / "runs" / "a" / "c"), "tinker://c")
+    with pytest.raises(StorageFailed, match=r"runs/a/c cannot be written \(Not a directory\)"):
+        engine.save_state(body)
+    with pytest.raises(StorageFailed, match="a file is where a folder belongs: move it away"):
+        engine.publish(wire.Publish("s", path=body.path), tmp_path / "s")
+    assert engine.digest() == before
+
+
 def make_sample(**fields: Any) -> wire.Sample:
     return wire.Sample(**{"prompt": [1, 2], "num_samples": 2, "max_tokens": 5, "seed": 3, **fields})
 
@@ -370,7 +388,7 @@ def test_a_folder_that_refuses_fails_the_call_with_one_sentence_and_changes_noth
         with monkeypatch.context() as patch:
             patch.setattr(Path, method, refuse)
             if method in ("mkdir", "write_bytes", "rename"):
-                with pytest.raises((StorageRefused, StorageFull), match="checkpoints") as caught:
+                with pytest.raises((StorageFailed, StorageFull), match="checkpoints") as caught:
                     engine.save_state(wire.SaveState(str(saved), "tinker://one"))
             else:
                 expected = (StorageRefused, StorageFull, BadImage, BadInput)
@@ -411,4 +429,3 @@ def test_a_rank_goes_on_after_a_checkpoint_that_could_not_be_written(tmp_path: P
     assert [answer.ok for answer in link.answers] == [False, True, True]
     assert "checkpoints" in link.answers[0].error
     assert "cannot be written" in link.answers[0].error
-    assert "then try again" in link.answers[0].error

@@ -39,7 +39,7 @@ def test_a_wpg_that_is_added_comes_up_with_the_next_daemon_and_takes_jobs(
     states = {wpg["id"]: wpg["state"] for wpg in nodes["wpgs"]}
     assert sorted(states) == ["rollout-0", "train-0", "train-1"]
     (hold,) = nodes["holds"]
-    assert (hold["state"], hold["reason"]) == ("up", "")
+    assert (hold["state"], hold["trouble"]) == ("up", "")
     now = {wpg["id"]: wpg["pids"] for wpg in nodes["wpgs"]}
     assert {name: now[name] for name in pids} == pids, "the ranks of before went on"
     second = Job(partition, seed=2, models=["tiny"])

@@ -13,6 +13,7 @@ from plexrl_slurm.core.errors import SlurmRejected, SlurmUnavailable
 from plexrl_slurm.core.ids import SlurmId
 from plexrl_slurm.slurm.choose import make_cluster_port
 from plexrl_slurm.slurm.commands import CommandsSlurm
+from plexrl_slurm.slurm.eligible import held_by_slurm
 from plexrl_slurm.slurm.port import ClusterPort, SlurmState
 from plexrl_slurm.slurm.pyslurm_port import PyslurmSlurm
 from tests.slurm import contract
@@ -191,6 +192,38 @@ def test_a_long_and_ragged_array_is_not_cut(world: LiveWorld) -> None:
     array = world.user.submit(contract.job(world, "true", f"--array={listed}"), hold=True)
     found = {job.array_task for job in world.service.poll().values() if job.array_id == array}
     assert found == set(indices)
+
+
+def test_waiting_tasks_that_scancel_of_their_user_took_are_cancelled(world: LiveWorld) -> None:
+    array = world.user.submit(contract.job(world, "sleep 100", "--array=1-3"), hold=True)
+    tasks = [SlurmId(f"{array}_{task}") for task in (1, 2, 3)]
+    world.cluster.run("root", ["scancel", "--user", "plxalice"])
+
+    def states() -> list[SlurmState]:
+        return [status.state for status in world.service.states(tasks).values()]
+
+    wait_for(lambda: states() == [SlurmState.CANCELLED] * 3, "all are cancelled", seconds=15)
+
+
+def test_a_held_job_has_its_dependency_and_its_time_to_begin(world: LiveWorld) -> None:
+    """Also when the dependency has come true: slurmctld does not look at it while it is held."""
+    port = CommandsSlurm(world.cluster.slurm_conf)
+    first = world.user.submit(contract.job(world, "true"), hold=False)
+    wish = contract.job(world, "true", f"--dependency=afterany:{first}")
+    after = world.user.submit(wish, hold=True)
+    later = world.user.submit(contract.job(world, "true", "--begin=now+1hour"), hold=True)
+    ended(world, first)
+    known = port.poll()
+    for status in (known[after], port.queued(after)[after]):
+        assert status.dependency == f"afterany:{first}(unfulfilled)"
+    now_us = time.time_ns() // 1000
+    for status in (known[later], port.queued(later)[later]):
+        assert status.eligible_us is not None
+        assert 3_400_000_000 < status.eligible_us - now_us < 3_700_000_000
+    assert held_by_slurm(after, known, now_us) is None
+    held = held_by_slurm(later, known, now_us)
+    assert held is not None
+    assert held.word == "BeginTime"
 
 
 def test_a_job_that_slurm_refuses_is_refused_in_its_words(world: LiveWorld) -> None:

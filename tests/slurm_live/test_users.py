@@ -341,14 +341,27 @@ def test_a_daemon_that_is_killed_while_it_adopts_makes_one_row_of_each_job(site:
         assert site.query(f"select count(*) from jobs where slurm_id = '{job}'") == [(1,)]
 
 
+#: Slurm starts one job of a name at a time; that counts when a job has its place.
+AFTER_IT = ("--job-name=solo", "--dependency=singleton")
+
+
+def alone(site: Site) -> str:
+    """A job of no partition of ours, which others of its name wait for."""
+    argv = ["sbatch", "--parsable", "-p", "cpu", "-J", "solo", "-o", "/dev/null"]
+    number = site.cluster.run(ALICE, [*argv, "--wrap=sleep 600"]).stdout.strip()
+    site.wait_started(number)
+    return str(number)
+
+
 def test_the_owner_of_a_plain_job_cannot_hold_it_when_it_has_a_place(site: Site) -> None:
-    job = native(site, site.script("true", "#PLEXRL --model=tiny"), "--begin=now+1hour")
+    first = alone(site)
+    job = native(site, site.script("true", "#PLEXRL --model=tiny"), *AFTER_IT)
     site.wait_row(job)
-    site.wait_why(job, "BeginTime")
+    site.wait_why(job, "waits for a node of Slurm (Dependency)")
     # The owner could not release it.
     denied = site.cluster.run(ALICE, ["scontrol", "hold", job], check=False)
     assert "Access/permission denied" in denied.stderr
-    site.cluster.run(ALICE, ["scontrol", "update", f"JobId={job}", "StartTime=now"])
+    site.cluster.run(ALICE, ["scancel", first])
     site.end(job)
 
 
@@ -369,7 +382,7 @@ def test_a_job_that_its_owner_releases_before_its_turn_is_held_again(site: Site)
     assert [site.story(job).count("held") for job in mine] == [1, 1]
     site.cancel(full)
     for job in mine:
-        site.wait_why(job, "BeginTime")
+        site.wait_why(job, "it is to begin at")
         site.cluster.run(ALICE, ["scontrol", "update", f"JobId={job}", "StartTime=now"])
         site.end(job)
 
@@ -400,21 +413,22 @@ def test_what_runs_before_its_turn_waits_for_it(site: Site) -> None:
 
 def test_a_users_own_hold_is_the_users(site: Site) -> None:
     job = site.submit(ALICE, site.asleep("#PLEXRL --model=tiny"), "--hold")
-    site.wait_job(job, "admitted")
     site.wait_why(job, "its owner holds it")
     site.restart()
     time.sleep(2 * site.site.slurm.poll_us / 1e6 if site.site.slurm else 0)
     assert site.slurm(job, "Reason") == "JobHeldUser"
+    assert site.job(job)["state"] == "queued", "it keeps no place from others"
     site.cluster.run(ALICE, ["scontrol", "release", job])
     site.wait_job(job, "running")
     site.cancel(job)
 
 
 def test_an_owner_may_hold_a_job_that_has_a_place(site: Site) -> None:
-    job = site.submit(ALICE, site.script("true", "#PLEXRL --model=tiny"), "--begin=now+1hour")
-    site.wait_why(job, "BeginTime")
+    first = alone(site)
+    job = site.submit(ALICE, site.script("true", "#PLEXRL --model=tiny"), *AFTER_IT)
+    site.wait_why(job, "waits for a node of Slurm (Dependency)")
     site.cluster.run(ALICE, ["scontrol", "hold", job])
-    site.cluster.run(ALICE, ["scontrol", "update", f"JobId={job}", "StartTime=now"])
+    site.cluster.run(ALICE, ["scancel", first])
     site.wait_why(job, "its owner holds it")
     site.restart()
     wait_for(lambda: site.job(job)["state"] == "admitted", "it is known")
