@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Generator
 from importlib.util import find_spec
@@ -78,7 +79,10 @@ def _promised() -> set[str]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A folder for temporary files of this run and its workers."""
+    """A folder for temporary files of this run and its workers, whose children an interrupt
+    reaches: a shell that starts the run in the background has it ignored."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.stash[_FOLDER] = leavings.begin()
 
 

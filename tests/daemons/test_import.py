@@ -126,7 +126,7 @@ def test_imports_of_other_names_go_on_beside_each_other_and_of_the_same_the_newe
             await finish(who, job, first, sha256=sums(data))
         for number, name in ((other, "other"), (again, "mine")):
             made = await finish(who, job, number, sha256=sums(data))
-            assert made["uri"] == f"tinker://s{job}-0:import:tiny/weights/{name}"
+            assert made["uri"] == f"tinker://job7-0:import:tiny/weights/{name}"
         assert not list((daemon.settings.state_dir / "imports").iterdir())
 
     play(scene)
