@@ -417,7 +417,7 @@ def test_a_users_own_hold_is_the_users(site: Site) -> None:
     site.restart()
     time.sleep(2 * site.site.slurm.poll_us / 1e6 if site.site.slurm else 0)
     assert site.slurm(job, "Reason") == "JobHeldUser"
-    assert site.job(job)["state"] == "queued", "it keeps no place from others"
+    assert site.job(job)["state"] == "pending", "it keeps no place from others"
     site.cluster.run(ALICE, ["scontrol", "release", job])
     site.wait_job(job, "running")
     site.cancel(job)
