@@ -11,11 +11,11 @@ from plexrl_slurm.core.priority import aged
 from plexrl_slurm.core.states import JobState
 from plexrl_slurm.daemons.dry_run import DryRun
 from plexrl_slurm.daemons.evictions import EvictCalls
-from plexrl_slurm.daemons.job_views import PROMISE, USER_HOLD, live_job
+from plexrl_slurm.daemons.job_views import PROMISE, live_job
+from plexrl_slurm.daemons.outside import held_outside
 from plexrl_slurm.db import queue
 from plexrl_slurm.db.attributed import usual_lengths
 from plexrl_slurm.db.models import JobRow
-from plexrl_slurm.slurm.eligible import held_by_slurm
 from plexrl_slurm.slurm.port import SlurmState
 
 #: An answer is given again for so long: it is much to work out, and everybody may ask.
@@ -163,9 +163,7 @@ class QueueCalls(EvictCalls):
             length_us=min(lengths, default=None),
             held=(
                 not known
-                or row.options.get(USER_HOLD) == "user"
-                or held_by_slurm(SlurmId(str(row.slurm_id)), self._parts.watch.jobs, self.now_us())
-                is not None
+                or held_outside(row, self._parts.watch.jobs, self.now_us()) is not None
                 or self.standings.has_wrong_qos(row)
             ),
             reserved=qos.reserved and self.standings.queue.reservation.any,

@@ -14,7 +14,6 @@ from typing import Final
 from plexrl_slurm.clock import now_us
 from plexrl_slurm.core.errors import Denied, InvalidTransition, ModelTooLarge, UnknownModel
 from plexrl_slurm.core.ids import JobId, SlurmId, WpgId
-from plexrl_slurm.core.limits import Held, HeldKind
 from plexrl_slurm.core.messages import Pool
 from plexrl_slurm.core.queue_pass import (
     AGAIN,
@@ -27,7 +26,8 @@ from plexrl_slurm.core.queue_pass import (
     Waits,
 )
 from plexrl_slurm.core.states import JobState
-from plexrl_slurm.daemons.job_views import USER_HOLD, live_job
+from plexrl_slurm.daemons.job_views import live_job
+from plexrl_slurm.daemons.outside import held_outside
 from plexrl_slurm.daemons.queue_book import QueueBook
 from plexrl_slurm.daemons.recovery import LEASE_US
 from plexrl_slurm.daemons.service_base import Parts
@@ -37,7 +37,6 @@ from plexrl_slurm.db import queue
 from plexrl_slurm.db.engine import Session
 from plexrl_slurm.db.models import JobRow
 from plexrl_slurm.logs import say
-from plexrl_slurm.slurm.eligible import held_by_slurm
 from plexrl_slurm.slurm.port import JobStatus
 
 log = logging.getLogger(__name__)
@@ -134,13 +133,9 @@ class Turns:
 
     def _queued(self, row: JobRow, slurm: Mapping[SlurmId, JobStatus], at_us: int) -> Queued:
         found = self._standings.queued(row)
-        if found.placed or row.slurm_id is None:
+        if found.placed or (held := held_outside(row, slurm, at_us)) is None:
             return found
-        held = held_by_slurm(SlurmId(row.slurm_id), slurm, at_us)
-        if row.options.get(USER_HOLD) == "user":
-            sentence = f"its owner holds it: scontrol release {row.slurm_id}"
-            held = Held(kind=HeldKind.OWNER, sentence=sentence)
-        return found if held is None else replace(found, in_slurm=held)
+        return replace(found, in_slurm=held)
 
     async def _give_way(self, turn: "_Turn") -> None:
         """Calls that come meanwhile do not wait for the whole pass."""

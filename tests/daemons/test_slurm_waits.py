@@ -81,3 +81,17 @@ def test_a_job_that_its_owner_holds_keeps_no_place_from_others(
         assert q.words() == {}
 
     play(scene)
+
+
+def test_a_job_that_its_owner_let_go_and_slurm_has_started_gets_its_place(
+    play: Callable[[Scene], None],
+) -> None:
+    async def scene(q: Queue) -> None:
+        job = await q.submit(hold="user")
+        assert await q.look() == []
+        q.bench.slurm.put("1", "RUNNING")  # before anybody could hold it again
+        await q.bench.look()
+        await q.look()
+        assert (q.words(), list(q.bench.parts.state.jobs)) == ({}, [job])
+
+    play(scene)
