@@ -153,9 +153,11 @@ class HeldWpgs:
                 WpgHeld(at_us=held_us[held.id], cause=CauseId(f"hold {hold.id}"), wpg=held.wpg)
             )
 
-    async def add_new(self, hold: LiveHold, layout: tuple[HeldWpg, ...]) -> tuple[HeldWpg, ...]:
-        """What the settings have had only since the hold was made, as far as it takes that."""
-        ever = await self._parts.store.run(rows.slots_of, hold.id)
+    def add_new(
+        self, hold: LiveHold, layout: tuple[HeldWpg, ...], ever: set[str]
+    ) -> tuple[HeldWpg, ...]:
+        """What the settings have had only since the hold was made, as far as it takes that;
+        ``ever``: slots that it has had."""
         found: tuple[HeldWpg, ...] = ()
         if self._settings.backend == "local":
             rooms = {each: self.room(hold, each.component, each.node) for each in hold.places}

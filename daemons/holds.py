@@ -132,10 +132,11 @@ class HoldKeeper:
             await self._parts.store.run(
                 hold_writes.close, hold.id, {w: booked[WpgId(w)] for w in changed}
             )
+        ever = await self._parts.store.run(rows.slots_of, hold.id)
         hold.places = {place for held in layout for place in held.places}
         hold.batch_node = row.batch_node or LOCALHOST
         self._wpgs.add(hold, layout, {held.id: booked[held.id] for held in layout})
-        layout += await self._wpgs.add_new(hold, layout)
+        layout += self._wpgs.add_new(hold, layout, ever)
         self._hub.expect(hold.id, layout, hold.places)
         if status is not None and status.state in ENDED:
             # In the turn in which its books go on, or they would go on to this instant.

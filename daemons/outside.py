@@ -7,7 +7,7 @@ from plexrl_slurm.core.limits import Held, HeldKind
 from plexrl_slurm.daemons.job_views import USER_HOLD
 from plexrl_slurm.db.models import JobRow
 from plexrl_slurm.slurm.eligible import held_by_slurm
-from plexrl_slurm.slurm.port import JobStatus
+from plexrl_slurm.slurm.port import JobStatus, SlurmState
 
 
 def held_outside(row: JobRow, slurm: Mapping[SlurmId, JobStatus], at_us: int) -> Held | None:
@@ -17,6 +17,7 @@ def held_outside(row: JobRow, slurm: Mapping[SlurmId, JobStatus], at_us: int) ->
         return None
     name = SlurmId(row.slurm_id)
     status = slurm.get(name)
-    if row.options.get(USER_HOLD) == "user" and (status is None or status.held):
+    waits = status is None or status.state is SlurmState.PENDING
+    if waits and row.options.get(USER_HOLD) == "user":
         return Held(kind=HeldKind.OWNER, sentence=f"its owner holds it: scontrol release {name}")
     return held_by_slurm(name, slurm, at_us)
