@@ -78,7 +78,7 @@ class Example:
 
         ended = wait_until(row, seconds=300, name=f"job {self.name}")
         output = (self.partition.folder / f"{self.name}.out").read_text()
-        assert ended["state"] == "completed", output[-3000:]
+        assert ended["state"] == "completed", f"{ended}; {output[-3000:]}"
         checkpoints = self.partition.folder / "state" / "checkpoints"
         pattern = f"job{ended['slurm_id']}-*/sampler_weights/final/model.safetensors"
         (path,) = checkpoints.glob(pattern)
