@@ -1,7 +1,7 @@
 """The WPGs of live holds: in when Slurm gives a hold its nodes, out when it takes one away."""
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -171,18 +171,8 @@ class HeldWpgs:
         if found:
             since_us = max(now_us(), hold.closed_us)
             held_us = {h.id: max(since_us, self._parts.shell.core.clock_us(h.id)) for h in found}
-            stays = [
-                rows.Stay(
-                    wpg=held.wpg,
-                    held_us=held_us[held.id],
-                    component=held.place.component,
-                    node=held.nodes,
-                    slot=held.slot.name,
-                )
-                for held in found
-            ]
             say(log, "hold_gets_wpgs", hold=hold.id, wpgs=sorted(held_us))
-            self._parts.writer.add(rows.hold_wpgs, hold.id, stays)
+            self._parts.writer.add(rows.hold_wpgs, hold.id, stays_of(found, held_us))
             self.add(hold, found, held_us)
         hold.lacks = lacking(self.slots, ever, found)
         if hold.lacks:
@@ -239,3 +229,17 @@ def _release(session: Any, hold: str, wpg: WpgId, at_us: int) -> None:
 
 def _fault(session: Any, partition: str, node: str, reason: str, at_us: int) -> None:
     rows.node_failed(session, partition=partition, node=node, reason=reason, now_us=at_us)
+
+
+def stays_of(layout: Sequence[HeldWpg], held_us: Mapping[WpgId, int]) -> list[rows.Stay]:
+    """What is written of WPGs that are held from these instants on."""
+    return [
+        rows.Stay(
+            wpg=held.wpg,
+            held_us=held_us[held.id],
+            component=held.place.component,
+            node=held.nodes,
+            slot=held.slot.name,
+        )
+        for held in layout
+    ]

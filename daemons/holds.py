@@ -30,7 +30,7 @@ from plexrl_slurm.core.messages import (
 from plexrl_slurm.daemons import hold_writes
 from plexrl_slurm.daemons.added_wpgs import why_lacking
 from plexrl_slurm.daemons.agents import AgentHub
-from plexrl_slurm.daemons.held_wpgs import HeldWpgs, LiveHold
+from plexrl_slurm.daemons.held_wpgs import HeldWpgs, LiveHold, stays_of
 from plexrl_slurm.daemons.hold_book import HoldBook
 from plexrl_slurm.daemons.hold_hygiene import Hygiene
 from plexrl_slurm.daemons.hold_job import submit_hold
@@ -313,16 +313,7 @@ class HoldKeeper:
         clock = self._parts.shell.core.clock_us
         held_us = {held.id: max(began_us, clock(held.id)) for held in layout}
         say(log, "hold_runs", hold=hold.id, nodes=sorted(place.node for place in places))
-        stays = [
-            rows.Stay(
-                wpg=held.wpg,
-                held_us=held_us[held.id],
-                component=held.place.component,
-                node=held.nodes,
-                slot=held.slot.name,
-            )
-            for held in layout
-        ]
+        stays = stays_of(layout, held_us)
         self._parts.writer.add(hold_writes.started, hold.id, began_us, hold.batch_node, stays)
         self._wpgs.add(hold, layout, held_us)
         self._hub.expect(hold.id, layout, places, restarts=status.restarts)

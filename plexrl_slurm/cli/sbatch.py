@@ -155,7 +155,7 @@ def sbatch(
     With Slurm every option of sbatch is possible, also abbreviated, and is handed to sbatch as it
     is; answers and exit codes are sbatch's. Requests for GPUs are taken out. -p names the PlexRL
     partition; the controller runs in the Slurm partition that the site has chosen for it. After
-    --hold the job waits for your own release too.
+    --hold the job gets no place before your own release.
     """
     from plexrl_slurm.cli.local_submit import submit_here
 
