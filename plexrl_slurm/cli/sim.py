@@ -246,10 +246,17 @@ def generate(
     from plexrl_slurm.sim.generate import generate as generated
     from plexrl_slurm.sim.trace import write_trace
 
-    found = generated(
-        jobs=jobs, days=days, seed=seed, overlapping=async_share, agentic=agentic_share
-    )
-    write_trace(path, found)
+    with waiting(f"making {jobs:,} jobs") as say:
+
+        def progress(made: int) -> None:
+            say(f"making {jobs:,} jobs: {made - made % 10_000:,} are made")
+
+        found = generated(
+            jobs=jobs, days=days, seed=seed, overlapping=async_share, agentic=agentic_share,
+            progress=progress,
+        )  # fmt: skip
+        say(f"writing {path}")
+        write_trace(path, found)
     steps = sum(job.length for job in found)
     app.answer(
         {"file": str(path), "jobs": len(found), "steps": steps, "seed": seed},

@@ -1,5 +1,6 @@
 """Synthetic traces: seeded, with the published facts as parameters (see docs/scheduling.md)."""
 
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -30,12 +31,16 @@ _SHAPES: Final = (
     ("qwen3-235b-a22b", 235e9, 22e9, 96, (24, 32), 0.10),
 )
 _HOUR_S: Final = 3600.0
+#: Of each QOS: its share of jobs, and their priority.
+_QOS: Final = {"normal": (0.84, 1.0), "high": (0.11, 2.0), "low": (0.05, 0.5)}
 
 
 def generate(
-    *, jobs: int, days: float, seed: int, overlapping: float = 0.57, agentic: float = 0.21
-) -> list[TraceJob]:
-    """``jobs`` jobs that arrive over ``days`` days, by submission.
+    *, jobs: int, days: float, seed: int, overlapping: float = 0.57, agentic: float = 0.21,
+    progress: Callable[[int], None] = lambda _: None,
+) -> list[TraceJob]:  # fmt: skip
+    """``jobs`` jobs that arrive over ``days`` days, by submission. ``progress`` is told how many
+    there are, again and again.
 
     Idle share of the training WPG U(.60, .85), tail share of a rollout U(.3, .6), lognormal
     lengths, sweeps of 1-8 alike jobs of one user, Pareto users, day and week in the arrivals.
@@ -53,6 +58,7 @@ def generate(
         first = _job(rng, shape, user, overlapping, agentic)
         for number in range(sweep):
             found.append(_again(first, rng, submit_s + 20.0 * number))
+        progress(len(found))
     found.sort(key=lambda job: job.submit_us)
     return [_named(job, number) for number, job in enumerate(found, 1)]
 
@@ -87,14 +93,15 @@ def _job(
     gpus = int(rng.choice(rollout_gpus))
     reward_s = 0.0 if together else round(away_s * 0.02, 3)
     body_s = train_s - optim_s
+    qos = str(rng.choice(list(_QOS), p=[share for share, _ in _QOS.values()]))
     return TraceJob(
         v=1,
         id="",
         submit_us=0,
         user=f"u{user}",
         account=f"acct{user % 6}",
-        qos=str(rng.choice(("normal", "high", "low"), p=(0.84, 0.11, 0.05))),
-        priority=1.0,
+        qos=qos,
+        priority=_QOS[qos][1],
         algo="grpo",
         mode="async1" if together else "sync",
         kind="agentic" if tools else "reasoning",

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Final
 
+from plexrl_slurm.core.errors import BadInput
 from plexrl_slurm.core.ids import WpgId
 from plexrl_slurm.core.messages import Pool, WpgDown, WpgDraining, WpgResumed, WpgUp
 
@@ -11,6 +12,8 @@ if TYPE_CHECKING:
 _HOUR_US: Final = 3_600_000_000
 #: A WPG that takes part in a regrouping is asked again so much later.
 _LATER_US: Final = 60_000_000
+#: WPGs that go down without a step between: no job will ever take one.
+_IN_VAIN: Final = 10_000
 
 
 class Lifetimes:
@@ -21,11 +24,17 @@ class Lifetimes:
         self._renewing: dict[WpgId, Device] = {}
         #: Holds that were renewed.
         self.renewed = 0
+        #: WPGs that have gone down since the last step of any job.
+        self._in_vain = 0
 
     def begin(self, name: WpgId, device: "Device") -> None:
         """It is held from now on."""
         self._arm_loss(name, device)
         self._arm_renewal(name, device)
+
+    def stepped(self) -> None:
+        """A job has taken a step."""
+        self._in_vain = 0
 
     # -- a node is lost ----------------------------------------------------------------------
     def _arm_loss(self, name: WpgId, device: "Device") -> None:
@@ -47,6 +56,12 @@ class Lifetimes:
 
     def _down(self, name: WpgId, device: "Device", reason: str) -> None:
         world = self._world
+        self._in_vain += 1
+        if self._in_vain > _IN_VAIN:
+            raise BadInput(
+                f"{name}: {reason}, and no job took a step between {_IN_VAIN:,} such ends: give "
+                "more --node-loss-hours or more --hold-hours"
+            )
         device.life += 1
         device.up = False
         world.send(

@@ -8,6 +8,7 @@ in the first 150 steps and stay so.
 import codecs
 import math
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -29,6 +30,8 @@ Instant = Annotated[int, Meta(ge=0, le=10**17)]
 
 #: Longest that a job may take, on average: 31 years.
 LONGEST_S: Final = 1e9
+#: Bytes of a line: no job needs as many, and a file without an end has no line's end either.
+_LONGEST_LINE: Final = 1 << 20
 
 DRIFT_STEPS = 150
 
@@ -185,11 +188,7 @@ def read_trace(path: Path) -> list[TraceJob]:
     """The jobs by submission, then id. Raises ``BadScript`` with file and line."""
     jobs: list[TraceJob] = []
     seen: dict[str, int] = {}
-    try:
-        lines = _text(path).split(b"\n")
-    except OSError as error:
-        raise BadScript(str(path), None, f"cannot be read ({error.strerror})") from error
-    for number, line in _filled(lines):
+    for number, line in _lines(path):
         try:
             job = msgspec.json.decode(line, type=TraceJob)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -219,14 +218,32 @@ def compressed(jobs: list[TraceJob], factor: float) -> list[TraceJob]:
     return [msgspec.structs.replace(job, submit_us=int(job.submit_us / factor)) for job in jobs]
 
 
-def _text(path: Path) -> bytes:
-    """Its bytes, without the mark that some editors put before them."""
-    found = path.read_bytes()
-    if found.startswith(b"\x1f\x8b"):
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Each that is not empty, with its number."""
+    try:
+        with path.open("rb") as file:
+            for number in count(1):
+                line = file.readline(_LONGEST_LINE + 1)
+                if not line:
+                    return
+                if number == 1:
+                    line = _unmarked(path, line)
+                if len(line) > _LONGEST_LINE:
+                    was = "is longer than 1 MiB: a trace is one JSON object a line"
+                    raise BadScript(str(path), number, was)
+                if line.strip():
+                    yield number, line
+    except OSError as error:
+        raise BadScript(str(path), None, f"cannot be read ({error.strerror})") from error
+
+
+def _unmarked(path: Path, line: bytes) -> bytes:
+    """The first line, without the mark that some editors put before it."""
+    if line.startswith(b"\x1f\x8b"):
         raise BadScript(str(path), None, "is packed by gzip: give it unpacked")
-    if found.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+    if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise BadScript(str(path), None, "is UTF-16: a trace is UTF-8")
-    return found.removeprefix(codecs.BOM_UTF8)
+    return line.removeprefix(codecs.BOM_UTF8)
 
 
 def _contradiction(job: TraceJob) -> str | None:
@@ -243,10 +260,6 @@ def _contradiction(job: TraceJob) -> str | None:
             f"{LONGEST_S:.2g} s: give fewer steps or shorter phases"
         )
     return None
-
-
-def _filled(lines: list[bytes]) -> Iterator[tuple[int, bytes]]:
-    return ((number, line) for number, line in enumerate(lines, 1) if line.strip())
 
 
 def _sentence(error: Any) -> str:

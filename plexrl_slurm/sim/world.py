@@ -408,6 +408,7 @@ class World:
         """A job has taken so many steps."""
         record = self.records[job.number]
         group = self.pools.groups[record.group]
+        self.lifetimes.stepped()
         if self._promises.stepped(job, steps, self.now_us - record.start_us, group):
             self.doubtful.add(group.number)
             self._pass = True

@@ -5,6 +5,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from plexrl_slurm.core.errors import BadInput
 from plexrl_slurm.core.ids import WpgId
 from plexrl_slurm.core.messages import Activity, Pool, Wpg
 from plexrl_slurm.sim.cluster import Cluster, Plan
@@ -116,3 +117,9 @@ def test_wpgs_of_a_configuration_are_renewed_too_and_stay_held() -> None:
     assert found.figures.renewals >= 2 * 9
     held_us = 16 * found.figures.makespan_us
     assert sum(found.world.gpu_us.values()) == pytest.approx(held_us, rel=0.01)
+
+
+def test_nodes_that_are_lost_faster_than_a_step_end_the_run_with_a_sentence() -> None:
+    with pytest.raises(BadInput, match=r"^train-.: a node was lost, and no job took a step between "
+                       r"10,000 such ends: give more --node-loss-hours"):  # fmt: skip
+        run(1, node_loss_hours=0.0001)

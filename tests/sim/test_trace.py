@@ -117,6 +117,11 @@ def test_a_file_that_is_no_text_is_refused_as_what_it_is(
         read_trace(tmp_path / "t.jsonl")
 
 
+def test_a_file_without_an_end_is_refused_at_its_first_line() -> None:
+    with pytest.raises(BadScript, match=r"^/dev/zero:1: is longer than 1 MiB"):
+        read_trace(Path("/dev/zero"))
+
+
 def test_lines_whose_clock_goes_backwards_are_read_in_the_order_of_their_instants(
     tmp_path: Path,
 ) -> None:
