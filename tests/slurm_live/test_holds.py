@@ -154,6 +154,27 @@ def test_a_hold_is_replaced_before_its_limit_and_no_function_is_lost(
     partition.cluster.wait_job(old["slurm_id"], "COMPLETED", "CANCELLED")
 
 
+@pytest.mark.parametrize("partition", [{"gpus": 2}], indirect=True)
+def test_a_hold_is_replaced_for_a_wpg_that_the_settings_got_since(
+    partition: Partition, undisturbed: list[Any]
+) -> None:
+    job = begin(partition, step=1)
+    (old,) = partition.holds().values()
+    partition.stop_daemon()
+    settings = partition.config.read_text()
+    partition.config.write_text(settings.replace("count = 1\n", "count = 2\n", 1))
+    partition.start(up=False)
+    lacking = f"hold {old['id']} was made before the settings had WPG train-1: it is replaced"
+    assert lacking in " ".join(partition.nodes()["trouble"])
+    wait_for(lambda: old["id"] not in partition.holds(), partition.what, seconds=90)
+    (new,) = partition.holds().values()
+    assert new["replaces"] == old["id"] and new["state"] == "up"
+    pools = [wpg["pool"] for wpg in partition.wpgs().values()]
+    assert sorted(pools) == ["rollout", "train", "train"]
+    assert partition.nodes()["trouble"] == []
+    assert end(partition, job) == undisturbed
+
+
 @pytest.mark.parametrize("partition", [TWO_NODES], indirect=True)
 def test_an_agent_that_was_declared_lost_is_refused_when_it_comes_back(
     partition: Partition, undisturbed: list[Any]
