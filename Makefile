@@ -40,9 +40,9 @@ soak: ## eight jobs with memory for two, random kill -9: nobody may differ (SOAK
 	@scripts/setup.sh tiny
 	$(BIN)/python -m tests.soak $(ARGS)
 
-# Prints a line every thousand examples. A failure prints what repeats it.
+# A property on each core; prints a line every thousand examples. A failure prints what repeats it.
 nightly: setup ## what the scheduler promises, with 10^5 examples each (hours; PLEXRL_EXAMPLES=5000)
-	PLEXRL_EXAMPLES=$${PLEXRL_EXAMPLES:-100000} $(PYTEST) -s -v --timeout 0 tests/core/test_*_machine.py tests/core/test_*_properties.py tests/sim/test_run_properties.py tests/daemons/test_tier_steps.py $(ARGS)
+	PLEXRL_EXAMPLES=$${PLEXRL_EXAMPLES:-100000} $(PYTEST) -n $$(nproc) --dist worksteal -s -v --timeout 0 tests/core/test_*_machine.py tests/core/test_*_properties.py tests/sim/test_run_properties.py tests/daemons/test_tier_steps.py $(ARGS)
 	$(BIN)/python -m benchmarks.starvation
 
 format: setup ## rewrite: ruff format and its safe fixes

@@ -47,6 +47,8 @@ class Placer:
         #: Told of every placement that was decided, and on what.
         self.journal: Callable[[News, Wish, Answer], None] = lambda _news, _wish, _found: None
         self._asked: Wish | None = None
+        #: What is in the way of whom there is no room for, but that it has to have a place.
+        self._in_vain: dict[tuple[JobId, Pool], tuple[ObstacleKind, ...]] = {}
         self.rules = settings.sharing.rules
         self._promise = settings.sharing.max_slowdown
         self._state, self._models, self._settings = state, settings.models, settings
@@ -122,9 +124,9 @@ class Placer:
             self.residents.look()
             who = self.residents.applicant(job, [model])
             found = self._where_least(who, pool, reserved=job.reserved)
+            self._note_change(job, pool, found)
             if not isinstance(found, Placement):
                 raise BadInput("; ".join(obstacle.sentence for obstacle in found))
-            self._note(found)
             job.homes[pool] = found.homes[pool]
             if model.name not in job.models:
                 job.models = (*job.models, model.name)
@@ -140,10 +142,8 @@ class Placer:
         if not who.images(pool):
             return None
         found = self._where_least(who, pool, reserved=True)
-        if not isinstance(found, Placement):
-            return None
-        self._note(found)
-        return found.homes[pool]
+        self._note_change(job, pool, found)
+        return found.homes[pool] if isinstance(found, Placement) else None
 
     def partition(self) -> Partition:
         """What is held and who lives there, now; not to be changed."""
@@ -203,6 +203,20 @@ class Placer:
         wish, self._asked = self._asked, None
         if wish is not None:
             self.journal(self.residents.news(), wish, found)
+
+    def _note_change(self, job: LiveJob, pool: Pool, found: Answer) -> None:
+        """Likewise; who finds no room asks again and again, and is noted when it is for another
+        reason."""
+        kinds = () if isinstance(found, Placement) else tuple(each.kind for each in found)
+        if not kinds or self._in_vain.get((job.id, pool)) != kinds:
+            self._note(found)
+        self._in_vain = {
+            key: said for key, said in self._in_vain.items() if key[0] in self._state.jobs
+        }
+        if kinds:
+            self._in_vain[job.id, pool] = kinds
+        else:
+            self._in_vain.pop((job.id, pool), None)
 
     def _may_fit(self, image: int, pool: Pool) -> bool:
         """Whether a WPG of the configuration is large enough; it need not be held now."""

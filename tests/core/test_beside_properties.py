@@ -4,20 +4,19 @@ no third is on the device, and every microsecond is in the books once (the harne
 
 from dataclasses import replace
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from plexrl_slurm.core.ids import CauseId
 from plexrl_slurm.core.messages import FunctionKind
 from plexrl_slurm.core.policy import POLICIES
+from tests.core.effort import effort
 from tests.core.harness import MS, SECOND
 from tests.core.tailed import Together, rollouts
 from tests.core.test_scheduler_properties import check_outcome, disturb
 from tests.core.workloads import ROLLOUT, TRAIN, crowd, sample_stream, sampled
 
-FEW = settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
-)
+FEW = effort(40, costs=20)
 SEEDS = st.integers(0, 2**32)
 NAMES = st.sampled_from(sorted(POLICIES))
 TWO = replace(ROLLOUT, second_slot=True)

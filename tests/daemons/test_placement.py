@@ -175,6 +175,29 @@ def test_what_was_decided_is_noted_with_what_it_was_decided_on(tmp_path: Path) -
         assert ground.answer(wish) == answer
 
 
+def test_who_has_to_have_a_place_and_finds_none_is_noted_once_for_each_reason(
+    tmp_path: Path,
+) -> None:
+    bench = Bench(tmp_path, trains=1, placement="isolated")
+    first, second = bench.admit(1), bench.job(2)
+    bench.state.jobs[second.id] = second
+    bench.placer.draining.add(WpgId("train-0"))
+    for _ in range(3):
+        assert bench.placer.rehome(first, Pool.TRAIN) is None
+        with pytest.raises(BadInput):
+            bench.placer.home(second, Pool.TRAIN, TINY)
+    bench.placer.draining.clear()
+    with pytest.raises(BadInput):  # the first one is there
+        bench.placer.home(second, Pool.TRAIN, TINY)
+    assert bench.placer.rehome(first, Pool.TRAIN) == "train-0"
+    whose = [wish.who.job for _, wish, _ in bench.noted]
+    assert whose == [first.id, first.id, second.id, second.id, first.id]
+    ground = Ground(Reservation())
+    for news, wish, answer in bench.noted:
+        ground.hear(news)
+        assert ground.answer(wish) == answer
+
+
 def test_of_a_job_that_is_as_it_was_only_its_expected_end_is_news(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     placer = bench.placer
