@@ -48,13 +48,20 @@ class HostRoom:
         self._latest: dict[str, str] = {}
         self.prefetcher = Prefetcher(self)
         self._deciding = asyncio.Lock()
-        #: Of the copy that is made in the background.
         #: A disk that failed is not asked for so long.
         self._resting_us = 0
         #: When it was said last that nothing can leave memory.
         self._full_us = -REST_US
+        #: Why the last copy was not made, and why nothing could leave memory; "" if all is well.
+        self._disk_trouble = self._full_trouble = ""
+        #: Of the copy that is made in the background.
         self._copied = asyncio.Event()
         self._copied.set()
+
+    @property
+    def trouble(self) -> str:
+        """What an admin has to mend, in a sentence; "" if nothing."""
+        return "; ".join(filter(None, (self._disk_trouble, self._full_trouble)))
 
     # -- slots -------------------------------------------------------------------------------
     async def begin(self, wpg: str, deployment: str, *, size: int = 0, over: str = "") -> int:
@@ -216,21 +223,20 @@ class HostRoom:
             else:
                 self._say_full(excess)
                 return
+        self._full_trouble = ""
 
     def _say_full(self, missing: int) -> None:
         """Every switch meets it again until there is room: it is said once in a while."""
         if now_us() < self._full_us + REST_US:
             return
         self._full_us = now_us()
+        self._full_trouble = (
+            f"images take {missing} bytes more than host_bytes, because none can leave for "
+            f"nvme_dir: look at image_not_copied and the disk, or raise nvme_bytes"
+        )
+        used = self.nvme.used
         say(
-            log,
-            "host_tier_full",
-            missing_bytes=missing,
-            nvme_bytes=self.nvme.used,
-            reason=(
-                f"images take {missing} bytes more than host_bytes, because none can leave for "
-                f"nvme_dir: look at image_not_copied and the disk, or raise nvme_bytes"
-            ),
+            log, "host_tier_full", missing_bytes=missing, nvme_bytes=used, reason=self._full_trouble
         )
 
     def _make_spare_room(self, store: ImageStore, size: int, kept: Collection[_Key]) -> bool:
@@ -311,9 +317,11 @@ class HostRoom:
                 store.doubt(held.slot)
             else:  # the disk: say it once in a while
                 self._resting_us = now_us() + REST_US
+                self._disk_trouble = f"no image can be copied to nvme_dir: {problem}"
             return False
         finally:
             store.unpin(held.slot)
+        self._disk_trouble = ""
         copy = self.nvme.find(wpg, deployment)
         overtaken = copy is None or copy.progress > held.progress
         if store.find(deployment) is not held and not overtaken:  # dropped or replaced meanwhile

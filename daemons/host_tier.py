@@ -384,11 +384,12 @@ class HostTier(Persisting):
 
     def stock(self) -> tm.Stock:
         """What lies where."""
+        below = self._room.trouble if self._room is not None else ""
         return stock.of(
             self.all_stores(),
             self._nvme,
             used_us=self._used_us,
-            trouble=self._trouble,
+            trouble="; ".join(filter(None, (self._trouble, below))),
             faults=self._scrubber.faults() if self._scrubber is not None else [],
         )
 

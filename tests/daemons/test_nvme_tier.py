@@ -212,11 +212,15 @@ def test_a_disk_that_fails_is_said_in_one_sentence_and_rests(
         (full,) = [line for line in caplog.messages if line.startswith("host_tier_full")]
         assert "none can leave for nvme_dir: look at image_not_copied and the disk" in full
         assert len(lines) == 1 and all_of(tier) == dict.fromkeys("abcde", (1, 0))
+        told = tier.stock().trouble
+        assert told.startswith("no image can be copied to nvme_dir: ") and "; images take " in told
+        assert os.strerror(number) in told or number == errno.ENOSPC
         assert tier._room is not None
         tier._room._resting_us = 0
         await tier.idle(quiet=lambda: True)
         await save(tier, "a", seq=2)
         assert on_nvme(tier) and len(all_of(tier)) == 5
+        assert tier.stock().trouble == ""
 
     asyncio.run(scene())
 
