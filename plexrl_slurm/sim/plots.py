@@ -25,6 +25,12 @@ _COLOURS: Final = {
 }
 
 
+#: Of the placements, in the order in which they come; policies differ by colour.
+_DASHES: Final = ("-", "--", ":", "-.", (0, (1, 3)), (0, (6, 2, 1, 2, 1, 2)))
+#: More names than these stand beside a picture, not in it.
+_INSIDE: Final = 6
+
+
 def draw(runs: Sequence[Ran], folder: Path) -> list[Path]:
     """Write the pictures as PNG; their paths."""
     import matplotlib
@@ -63,11 +69,34 @@ def _name(ran: Ran, between: str = " + ") -> str:
     return f"{ran.figures.placement}{between}{ran.figures.policy}"
 
 
+def _styled(runs: Sequence[Ran]) -> list[tuple[Ran, dict[str, Any]]]:
+    """Each with the name and the looks of its line: a colour is a policy, dashes a placement."""
+    policies = list(dict.fromkeys(ran.figures.policy for ran in runs))
+    placements = list(dict.fromkeys(ran.figures.placement for ran in runs))
+    return [
+        (
+            ran,
+            {
+                "label": _name(ran),
+                "color": f"C{policies.index(ran.figures.policy) % 10}",
+                "linestyle": _DASHES[placements.index(ran.figures.placement) % len(_DASHES)],
+            },
+        )
+        for ran in runs
+    ]
+
+
+def _legend(axes: "Axes", runs: Sequence[Ran]) -> None:
+    beside: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
+    axes.legend(fontsize=8, **(beside if len(runs) > _INSIDE else {}))
+    axes.grid(alpha=0.3)
+
+
 def _slowdowns(axes: "Axes", runs: Sequence[Ran]) -> None:
-    for ran in runs:
+    for ran, style in _styled(runs):
         slow = sorted(job.slowdown for job in per_job(ran.world))
         shares = [100 * (number + 1) / len(slow) for number in range(len(slow))]
-        axes.step(slow, shares, where="post", label=_name(ran))
+        axes.step(slow, shares, where="post", **style)
     axes.set(
         title="How much slower jobs run than alone",
         xlabel="running time over running time alone",
@@ -75,36 +104,33 @@ def _slowdowns(axes: "Axes", runs: Sequence[Ran]) -> None:
     )
     axes.axvline(1.1, color="grey", linestyle=":", linewidth=1)
     axes.set_xlim(left=0.99)
-    axes.legend(fontsize=8)
-    axes.grid(alpha=0.3)
+    _legend(axes, runs)
 
 
 def _use(axes: "Axes", runs: Sequence[Ran]) -> None:
-    for ran in runs:
+    for ran, style in _styled(runs):
         times = [at_us / _HOUR_US for at_us, _, _ in ran.world.held]
         gpus = [train + rollout for _, train, rollout in ran.world.held]
-        axes.step(times, gpus, where="post", label=_name(ran), linewidth=1)
+        axes.step(times, gpus, where="post", linewidth=1, **style)
     cluster = runs[0].world.cluster
     everything = cluster.train_gpus + cluster.rollout_gpus
     axes.axhline(everything, color="grey", linestyle=":", linewidth=1)
     axes.set(title="GPUs held over time", xlabel="hours", ylabel="GPUs held")
     axes.set_ylim(0, everything * 1.05)
-    axes.legend(fontsize=8)
-    axes.grid(alpha=0.3)
+    _legend(axes, runs)
 
 
 def _utilisation(axes: "Axes", runs: Sequence[Ran]) -> None:
-    for ran in runs:
+    for ran, style in _styled(runs):
         times, shares = utilisation(ran)
-        axes.step(times, shares, where="post", label=_name(ran), linewidth=1)
+        axes.step(times, shares, where="post", linewidth=1, **style)
     axes.set(
         title="What held GPUs do over time",
         xlabel="hours",
         ylabel="share of held GPU time that is work, %",
     )
     axes.set_ylim(0, 100)
-    axes.legend(fontsize=8)
-    axes.grid(alpha=0.3)
+    _legend(axes, runs)
 
 
 def utilisation(ran: Ran, pieces: int = 48) -> tuple[list[float], list[float]]:
@@ -128,17 +154,16 @@ def utilisation(ran: Ran, pieces: int = 48) -> tuple[list[float], list[float]]:
 
 
 def _savings(axes: "Axes", runs: Sequence[Ran]) -> None:
-    for ran in runs:
+    for ran, style in _styled(runs):
         saved = sorted(ran.world.saved_percent().values())
-        axes.plot(range(1, len(saved) + 1), saved, label=_name(ran), linewidth=1)
+        axes.plot(range(1, len(saved) + 1), saved, linewidth=1, **style)
     axes.axhline(0, color="grey", linewidth=1)
     axes.set(
         title="GPU-hours saved, job by job",
         xlabel="jobs, from the least saved to the most",
         ylabel="saved against WPGs of its own, %",
     )
-    axes.legend(fontsize=8)
-    axes.grid(alpha=0.3)
+    _legend(axes, runs)
 
 
 def busiest_us(chart: Sequence[Stretch], width_us: int) -> int:
