@@ -165,7 +165,7 @@ class HoldKeeper:
             self._lose_useless()
             await self._hygiene.cancel_strays({hold.slurm_id for hold in self.live.values()})
         if self._mover.homeless():
-            self._mover.resettle("there is room elsewhere")
+            self._mover.resettle()
         self._say_why()
         if self._closing:
             return

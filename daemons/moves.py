@@ -79,13 +79,16 @@ class Mover:
     def _must_leave(self, wpg: WpgId) -> bool:
         return wpg not in self._parts.placer.wpgs or wpg in self.drained
 
-    def resettle(self, reason: str) -> None:
-        """Move whatever may move and finds room elsewhere."""
+    def resettle(self, reason: str = "") -> None:
+        """Move whatever may move and finds room elsewhere; ``reason``: "" tells of its WPG."""
         for job_id, homes in self._homes().items():
             job = self._parts.state.jobs[job_id]
             for pool, home in homes:
                 if self._must_leave(home) and self._may_leave(job, home):
-                    self._move_job(job, pool, home, reason)
+                    self._move_job(job, pool, home, reason or self._why_leave(home))
+
+    def _why_leave(self, wpg: WpgId) -> str:
+        return f"WPG {wpg} is given back" if wpg in self.drained else f"WPG {wpg} is held no more"
 
     def _move_job(self, job: LiveJob, pool: Pool, old: WpgId, reason: str) -> None:
         new = job.homes.get(pool)

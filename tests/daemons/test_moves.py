@@ -16,7 +16,7 @@ from plexrl_slurm.daemons import layout
 from plexrl_slurm.daemons.layout import Place, Room, lay_out, wpg_slots
 from plexrl_slurm.daemons.placement import Placer
 from plexrl_slurm.daemons.state import LiveJob, State
-from plexrl_slurm.db import deployments
+from plexrl_slurm.db import deployments, queue
 from plexrl_slurm.settings import WpgSettings
 from tests.daemons.holds_bench import TINY, TRAIN, Daemon, World, settings_in, world_in
 
@@ -148,6 +148,9 @@ def test_a_deployment_that_was_written_down_at_a_home_that_is_gone_is_found_and_
         await daemon.look()
         assert daemon.state.deployments[name].wpg == TRAIN
         assert daemon.shell.deployments[name].wpg == TRAIN
+        await daemon.writer.drain()
+        told = [row.text for row in await world.store.run(queue.story, job.id)]
+        assert f"WPG train-9 is held no more: train-9 -> {TRAIN}" in told
 
     play(scene)
 
