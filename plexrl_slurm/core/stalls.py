@@ -19,36 +19,41 @@ class Stalls:
     """The last pauses of each job's rollouts; forgotten with the job."""
 
     def __init__(self) -> None:
-        self._gaps: dict[JobId, deque[int]] = {}
-        self._stalls: dict[JobId, deque[int]] = {}
+        self._gaps: dict[JobId, _Pauses] = {}
+        self._stalls: dict[JobId, _Pauses] = {}
 
     def saw(self, job: JobId, gap_us: int, *, stall: bool) -> None:
         """Nothing of a rollout ran or waited for so long; ``stall``: the same one went on."""
-        self._gaps.setdefault(job, deque(maxlen=KEPT)).append(gap_us)
+        self._gaps.setdefault(job, _Pauses()).own.append(gap_us)
         if stall:
-            self._stalls.setdefault(job, deque(maxlen=KEPT)).append(gap_us)
+            self._stalls.setdefault(job, _Pauses()).own.append(gap_us)
 
     def gap_us(self, job: JobId) -> int | None:
         """Half of the last pauses were no longer than this."""
-        return _middle(self._gaps.get(job))
+        found = self._gaps.get(job)
+        return None if found is None else found.middle()
 
     def stall_us(self, job: JobId) -> int | None:
         """The same of those that were too long to hold for, and within a rollout."""
-        return _middle(self._stalls.get(job))
+        found = self._stalls.get(job)
+        return None if found is None else found.middle()
 
     def longest_us(self, job: JobId) -> int:
         """Of those; 0 if there was none."""
-        return max(self._stalls.get(job, ()), default=0)
+        found = self._stalls.get(job)
+        return 0 if found is None else max((*found.believed, *found.own), default=0)
 
     def known(self, job: JobId) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The pauses, and those that were too long to hold for; oldest first."""
-        return tuple(self._gaps.get(job, ())), tuple(self._stalls.get(job, ()))
+        gaps, stalls = (known.get(job, _Pauses()).last() for known in (self._gaps, self._stalls))
+        return gaps, stalls
 
     def expect(self, job: JobId, gaps: Sequence[int], stalls: Sequence[int]) -> None:
-        """Believed of a job of which nothing is known."""
+        """Believed of a job of which nothing is known: together as much as one pause of its own,
+        for its client may have other tools than the one before."""
         for known, found in ((self._gaps, gaps), (self._stalls, stalls)):
             if found and job not in known:
-                known[job] = deque(found, maxlen=KEPT)
+                known[job] = _Pauses(found)
 
     def forget(self, job: JobId) -> None:
         """The job is over."""
@@ -56,5 +61,23 @@ class Stalls:
         self._stalls.pop(job, None)
 
 
-def _middle(gaps: "deque[int] | None") -> int | None:
-    return sorted(gaps)[(len(gaps) - 1) // 2] if gaps else None
+class _Pauses:
+    """Of one job."""
+
+    __slots__ = ("_vote", "believed", "own")
+
+    def __init__(self, believed: Sequence[int] = ()) -> None:
+        self.own: deque[int] = deque(maxlen=KEPT)
+        #: Of others, or of the same job under another daemon; and the middle of them, if any.
+        self.believed = tuple(believed[-KEPT:])
+        self._vote = (_middle(self.believed),) if believed else ()
+
+    def middle(self) -> int:
+        return _middle((*self._vote, *self.own))
+
+    def last(self) -> tuple[int, ...]:
+        return (*self.believed, *self.own)[-KEPT:]
+
+
+def _middle(gaps: Sequence[int]) -> int:
+    return sorted(gaps)[(len(gaps) - 1) // 2]

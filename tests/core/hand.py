@@ -19,6 +19,7 @@ from plexrl_slurm.core.messages import (
     Drained,
     DurableLost,
     Expect,
+    Expected,
     Finish,
     Forget,
     ImagesLeft,
@@ -175,6 +176,7 @@ class Hand:
         applied: tuple[int, int] = (0, 0),
         durable: tuple[int, int] | None = None,
         spare: tuple[int, int] | None = None,
+        expected: Expected | None = None,
     ) -> list[AnyInstruction]:
         out: list[AnyInstruction] = []
         for deployment in deployments:
@@ -184,6 +186,7 @@ class Hand:
                 applied=applied,
                 durable=durable,
                 spare=spare,
+                expected=expected,
                 at_us=self.now,
                 cause=CAUSE,
             )

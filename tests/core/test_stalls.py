@@ -5,7 +5,17 @@ import heapq
 import pytest
 
 from plexrl_slurm.core.explain import ReasonKind
-from plexrl_slurm.core.messages import Activity, Call, Deployment, FunctionKind, Run, Switch
+from plexrl_slurm.core.messages import (
+    Activity,
+    Call,
+    Deployment,
+    Expected,
+    FunctionKind,
+    Rollouts,
+    Run,
+    Switch,
+)
+from plexrl_slurm.core.stalls import Stalls
 from tests.core.hand import SECOND, Hand, short
 from tests.core.workloads import ROLLOUT, call, sampled
 
@@ -60,6 +70,44 @@ def test_a_hold_goes_by_what_most_pauses_were_like(pauses: tuple[float, ...], ho
         (kept,) = (view for view in hand.core.views() if view.kept_until_us is not None)
         assert kept.activity is Activity.KEPT
         assert short(hand.later(0.1).arrive(*samples(S, seq))) == [f"run s/{seq}"]
+
+
+def test_what_earlier_jobs_paused_like_is_one_pause_beside_its_own() -> None:
+    """Of their user the last job had no tools, and this one has."""
+    stalls = Stalls()
+    stalls.expect(S.job, [500_000] * 40, [])
+    assert stalls.gap_us(S.job) == 500_000
+    for seen, middle_us in ((1, 500_000), (2, 4 * SECOND), (3, 4 * SECOND)):
+        stalls.saw(S.job, 4 * SECOND, stall=True)
+        assert stalls.gap_us(S.job) == middle_us, seen
+    stalls.expect(S.job, [1], [1])
+    assert stalls.gap_us(S.job) == stalls.stall_us(S.job) == stalls.longest_us(S.job) == 4 * SECOND
+    # For the next daemon they all are known, the newest last.
+    assert stalls.known(S.job) == ((500_000,) * 29 + (4 * SECOND,) * 3, (4 * SECOND,) * 3)
+    stalls.forget(S.job)
+    assert stalls.gap_us(S.job) is None and stalls.known(S.job) == ((), ())
+
+
+def test_a_hold_for_what_earlier_jobs_were_like_ends_after_two_pauses() -> None:
+    hand = Hand(ROLLOUT)
+    hand.place(T)
+    hand.place(S, expected=Expected(
+        step_us=5 * SECOND, train_us=0, sample_us=SECOND, rollouts=Rollouts(gaps_us=(600_000,) * 18)
+    ))  # fmt: skip
+    hand.up()
+    held = []
+    for seq in range(4):
+        hand.arrive(*samples(S, seq))
+        if hand.core.views()[0].resident != S.id:
+            hand.later(1).switched()
+        hand.later(1).end(*samples(S, seq))
+        held.append(hand.later(0.01).arrive(*samples(T, seq)) == [])
+        while hand.core.views()[0].kept_until_us is not None:
+            hand.later(0.2).tick()
+        hand.later(1).switched()
+        hand.later(1).end(*samples(T, seq))
+        hand.later(2)
+    assert held == [True, True, False, False]
 
 
 def test_explain_says_that_the_sequences_wait_for_their_tools() -> None:
