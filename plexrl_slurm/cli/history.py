@@ -54,7 +54,7 @@ def trace_of(
                     priority=row.priority * (1 if qos is None else qos.weight),
                     seed=row.seed,
                     submit_us=row.submitted_us,
-                    start_us=row.started_us or row.submitted_us,
+                    start_us=row.admitted_us or row.started_us or row.submitted_us,
                     end_us=row.ended_us or until_us,
                     model=name,
                     parameters=model.parameters if model is not None else 0,

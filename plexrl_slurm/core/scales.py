@@ -9,6 +9,7 @@ from plexrl_slurm.core.books import Books
 from plexrl_slurm.core.ids import JobId
 from plexrl_slurm.core.lane import Fare, Lane, Tenant
 from plexrl_slurm.core.messages import FunctionKind, Pool
+from plexrl_slurm.core.phase import LEAST_HOLD_US
 from plexrl_slurm.core.policy import Candidate
 
 #: After them a job goes on in its other pool.
@@ -92,10 +93,20 @@ class Scales:
             return None  # it would wait for itself
         if phase.last_kind is FunctionKind.PUBLISH and self.books.samples_wait(tenant.last_job):
             return None  # what it asks next follows its samples, and those wait for a WPG
-        until_us = phase.hold_until_us(self.books.estimates, self.books.hold_us)
+        until_us = phase.hold_until_us(self.books.estimates, self._longest_us(lane, tenant))
         if phase.waiting or until_us is None or until_us <= lane.now_us:
             return None
         return until_us
+
+    def _longest_us(self, lane: Lane, tenant: Tenant) -> int:
+        """How long the resident is worth waiting for at most. One that samples: for as long as it
+        takes that it goes, for somebody of its size, and comes back."""
+        books = self.books
+        if tenant.program is not None:
+            return books.hold_us
+        turn_us = 0 if lane.group is None else shared.turn_us(lane, books.costs)
+        away_us = 2 * (books.costs.estimate_us(lane.id, tenant.image_bytes) + turn_us)
+        return min(books.hold_us, max(LEAST_HOLD_US, away_us))
 
     def _candidate(self, lane: Lane, tenant: Tenant, fare: Fare) -> Candidate:
         books, now_us, head = self.books, lane.now_us, tenant.head()

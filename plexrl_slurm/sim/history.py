@@ -49,7 +49,7 @@ class PastJob:
     priority: int
     seed: int
     submit_us: int
-    #: When its script began and ended.
+    #: When it had its place (what starts its script is its own time), and when it ended.
     start_us: int
     end_us: int
     model: str
@@ -71,6 +71,8 @@ class _Seen:
     #: ``(start, stop)`` of samples, and of training functions with their call and kind.
     samples: list[tuple[int, int]] = field(default_factory=list)
     stretches: list[tuple[int, int, str, FunctionKind]] = field(default_factory=list)
+    #: ``(start, stop)`` of what brought its model in.
+    created: list[tuple[int, int]] = field(default_factory=list)
     #: Where it sampled, and which WPGs were kept for it when.
     wpgs: set[str] = field(default_factory=set)
     kept: list[tuple[str, int, int]] = field(default_factory=list)
@@ -119,7 +121,9 @@ def from_ledger(
             mine.rollout_gpus = max(mine.rollout_gpus, gpus)
             mine.samples.append((start, stop))
             mine.wpgs.add(row["wpg"])
-        elif kind is not FunctionKind.CREATE:
+        elif kind is FunctionKind.CREATE:
+            mine.created.append((start, stop))
+        else:
             mine.train_gpus = max(mine.train_gpus, gpus)
             mine.stretches.append((start, stop, row["call_id"] or "", kind))
             if asked_us is not None and row["call_id"] in asked_us:
@@ -184,6 +188,8 @@ def _trace(
     count = max(1, round(len(micro) / len(steps)))
     tool = _tool(_stalls(_merged(mine.samples), steps, free), len(steps))
     gaps = [(after[0] - before[1]) / _SECOND for step in steps for before, after in pairwise(step)]
+    first = min(mine.samples[0][0], steps[0][0][0])
+    created = sum(stop - start for start, stop in mine.created if start < first)
     together = _overlap(mine.samples, [(step[0][0], step[-1][1]) for step in steps])
     return TraceJob(
         v=1,
@@ -222,7 +228,8 @@ def _trace(
             publish_s=_lasting(of(FunctionKind.PUBLISH)),
             pull_s=Lasting(dist="const", median=0),
             client_gap_s=max(0.0, median(gaps)) if gaps else 0.0,
-            client_start_s=max(0, min(mine.samples[0][0], steps[0][0][0]) - job.start_us) / _SECOND,
+            create_s=created / _SECOND,
+            client_start_s=max(0, first - created - job.start_us) / _SECOND,
             client_end_s=max(0, job.end_us - steps[-1][-1][1]) / _SECOND,
         ),
         drift=Drift(kind="linear", per_150_steps=0),

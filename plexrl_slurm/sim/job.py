@@ -71,7 +71,7 @@ class SimJob:
             gap_us=micro(phases.client_gap_s),
             begin_us=micro(phases.client_start_s),
             end_us=micro(phases.client_end_s),
-            create_us=SECOND_US,
+            create_us=micro(phases.create_s),
             _rollout=rollout,
             _reward=reward,
             _train=train,

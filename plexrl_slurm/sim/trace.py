@@ -117,6 +117,8 @@ class Phases(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     publish_s: Lasting
     pull_s: Lasting
     client_gap_s: Seconds
+    #: To bring the base model in.
+    create_s: Seconds = 1.0
     #: From the job's start to its first call, and from its last answer to its end.
     client_start_s: Seconds = 0.0
     client_end_s: Seconds = 0.0

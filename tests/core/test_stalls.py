@@ -27,13 +27,13 @@ def samples(deployment: Deployment, *seqs: int) -> list[Call]:
     return [call(deployment, SAMPLE, seq, tokens=10) for seq in seqs]
 
 
-def pausing(*pauses_s: float) -> tuple[Hand, int]:
+def pausing(*pauses_s: float, switch_s: float = 1) -> tuple[Hand, int]:
     """A rollout that is resident, has paused like this, and has no call now; its next seq."""
     hand = Hand(ROLLOUT)
     hand.place(S, T)
     hand.up()
     hand.arrive(*samples(S, 0))
-    hand.later(1).switched()
+    hand.later(switch_s).switched(moved_bytes=S.image_bytes)
     hand.later(1).end(*samples(S, 0))
     for seq, pause_s in enumerate(pauses_s, 1):
         hand.later(pause_s).arrive(*samples(S, seq))
@@ -72,6 +72,29 @@ def test_a_hold_goes_by_what_most_pauses_were_like(pauses: tuple[float, ...], ho
         assert short(hand.later(0.1).arrive(*samples(S, seq))) == [f"run s/{seq}"]
 
 
+@pytest.mark.parametrize(
+    ("switch_s", "pause_s", "held_s"),
+    [
+        # Twice the usual pause, if leaving and coming back is dearer,
+        (0.3, 0.2, 0.4),
+        (0.15, 0.2, 0.304),
+        # not at all if it is cheaper;
+        (0.09, 0.2, 0),
+        (0.01, 0.2, 0),
+        # the milliseconds of a client always.
+        (0.01, 0.02, 0.05),
+    ],
+)
+def test_nobody_is_waited_for_for_longer_than_it_takes_to_leave_and_come_back(
+    switch_s: float, pause_s: float, held_s: float
+) -> None:
+    hand, _ = pausing(pause_s, pause_s, pause_s, switch_s=switch_s)
+    ended_us = hand.now
+    hand.later(0.001).arrive(*samples(T, 0))
+    until_us = hand.core.views()[0].kept_until_us
+    assert until_us == (ended_us + round(held_s * SECOND) if held_s else None)
+
+
 def test_what_earlier_jobs_paused_like_is_one_pause_beside_its_own() -> None:
     """Of their user the last job had no tools, and this one has."""
     stalls = Stalls()
@@ -99,7 +122,7 @@ def test_a_hold_for_what_earlier_jobs_were_like_ends_after_two_pauses() -> None:
     for seq in range(4):
         hand.arrive(*samples(S, seq))
         if hand.core.views()[0].resident != S.id:
-            hand.later(1).switched()
+            hand.later(1).switched(moved_bytes=S.image_bytes)
         hand.later(1).end(*samples(S, seq))
         held.append(hand.later(0.01).arrive(*samples(T, seq)) == [])
         while hand.core.views()[0].kept_until_us is not None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.scenarios.conftest import SLOW, SLOW_SAMPLES
-from tests.scenarios.controller import train
+from tests.scenarios.controller import datum, train
 from tests.scenarios.partition import Job, Partition, kill, running, wait_until
 
 #: The SDK leaves its connections to the garbage collector.
@@ -141,33 +141,44 @@ def test_two_jobs_on_one_group_see_what_each_sees_alone(
 
 
 def test_sinfo_and_explain_tell_who_is_awake_and_who_waits(tmp_path: Path, model: Path) -> None:
-    slow = TRAIN | {"delay_us": {"forward_backward": 1_500_000}}
+    slow = TRAIN | {"delay_us": {"forward_backward": 3_000_000}}
     with running(tmp_path, model=model, **(SHARED | {"train": slow})) as partition:
-        job = Job(partition, seed=1, models=["tiny"])
+        job, other = (
+            Job(partition, seed=1, models=["tiny"]),
+            Job(partition, seed=2, models=["tiny"]),
+        )
         before = {wpg["id"]: wpg for wpg in partition.nodes()["wpgs"]}
         assert [before[name]["state"] for name in ("train-0", "rollout-0")] == ["asleep"] * 2
         assert (before["train-0"]["gpus"], before["rollout-0"]["gpus"]) == (1, 0)
         assert before["rollout-0"]["shares"] == "train-0"
-        said: list[str] = []
+        mine, others = (
+            each.service().create_lora_training_client(base_model="tiny", rank=0).result()
+            for each in (job, other)
+        )
+        client = mine.save_weights_and_get_sampling_client().result()
+        step = [others.forward_backward([datum(4, 5, 6)], "cross_entropy") for _ in range(2)]
 
-        def listen() -> None:
-            while not done.is_set():
-                with partition.client() as client:
-                    said.extend(client.explain(job.id)["sentences"])
-                time.sleep(0.1)
+        def busy() -> bool:
+            wpgs = {wpg["id"]: wpg for wpg in partition.nodes()["wpgs"]}
+            return bool(wpgs["train-0"]["state"] == "busy")
 
-        done = threading.Event()
-        listener = threading.Thread(target=listen)
-        listener.start()
-        other = Job(partition, seed=2, models=["tiny"])
-        second = threading.Thread(target=train, args=(other,), kwargs={"steps": 2})
-        second.start()
-        train(job, steps=2)
-        second.join()
-        done.set()
-        listener.join()
-        waits = "waits for the GPUs that train-0 and rollout-0 share: "
-        assert any(waits in sentence for sentence in said), sorted(set(said))
+        wait_until(busy, name="the other job to train")
+        from tinker import types
+
+        parameters = types.SamplingParams(max_tokens=4)
+        prompt = types.ModelInput.from_ints([4, 5])
+        sample = client.sample(prompt=prompt, num_samples=1, sampling_params=parameters)
+
+        def told() -> bool:
+            with partition.client() as asked:
+                sentences = asked.explain(job.id)["sentences"]
+            waits = "rollout-0 waits for the GPUs that train-0 and rollout-0 share: "
+            return any(waits in sentence for sentence in sentences)
+
+        wait_until(told, name="the wait to be told")
+        for future in step:
+            future.result()
+        assert [len(each.tokens) for each in sample.result().sequences] == [4]
 
 
 def test_memory_that_is_not_given_back_is_told_and_tried_again(tmp_path: Path, model: Path) -> None:

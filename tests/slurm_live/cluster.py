@@ -286,8 +286,9 @@ class Cluster:
         """
         if saved:
             file = self.folder / "state" / "job_state"
-            self.run("root", ["scancel", self.sbatch("root", "--hold", "-J", "saved")])
-            now = time.time()
+            job = self.sbatch("root", "--hold", "-J", "saved")
+            now = time.time()  # before what makes it write, or it may have written already
+            self.run("root", ["scancel", job])
             wait_for(lambda: file.exists() and file.stat().st_mtime > now, "the jobs are saved")
         self._daemons.kill("slurmctld")
 
