@@ -33,12 +33,17 @@ SEEDS = (1, 2, 3)
 
 
 def runs_of(demo: Path) -> dict[str, list[int]]:
-    """Numbers of the jobs of each run, in the demo's order."""
+    """Numbers of the jobs of each run, in the demo's order: alone, together, together and alone
+    with pauses; before them it warms up."""
     jobs = len(json.loads((demo / "report.json").read_text(encoding="utf-8"))["jobs"])
+    engine = create_engine(f"sqlite:///{demo.resolve() / 'ledger.db'}")
+    with engine.connect() as connection:
+        last = int(connection.execute(text("SELECT max(id) FROM jobs")).scalar_one())
+    first = last - 3 * jobs + 1
     return {
-        "together, no pauses": list(range(jobs + 1, 2 * jobs + 1)),
-        "together, with pauses": list(range(2 * jobs + 1, 3 * jobs + 1)),
-        **{f"alone, with pauses: {n + 1}": [3 * jobs + n + 1] for n in range(jobs)},
+        "together, no pauses": list(range(first, first + jobs)),
+        "together, with pauses": list(range(first + jobs, first + 2 * jobs)),
+        **{f"alone, with pauses: {n + 1}": [first + 2 * jobs + n] for n in range(jobs)},
     }
 
 
