@@ -77,10 +77,12 @@ class Job:
             return client.job(self.slurm_id)
 
     def service(self) -> Any:
-        """A ``tinker.ServiceClient`` with this job's key."""
+        """A ``tinker.ServiceClient`` with this job's key; it is closed with the partition."""
         import tinker
 
-        return tinker.ServiceClient(base_url=self.url, api_key=self.token)
+        client = tinker.ServiceClient(base_url=self.url, api_key=self.token)
+        self.partition.clients.append(client)
+        return client
 
     def cancel(self) -> None:
         with self.partition.client() as client:
@@ -124,6 +126,8 @@ class Partition:
         self.site = read_site(self.config)
         self.slurm = LocalSlurm(self.site.jobs_dir)
         self.daemon: Daemon | None = None
+        #: Of the SDK, for this partition's jobs.
+        self.clients: list[Any] = []
 
     def start(self, *, seconds: float = 60.0) -> None:
         """Start the daemon; returns when its WPGs are up."""
@@ -205,6 +209,8 @@ class Partition:
         if self.daemon is not None and self.daemon.poll() is None:
             self.daemon.kill()
             self.daemon.wait()
+        for client in self.clients:
+            client.holder.close()  # or its threads ask for a daemon that is gone, and complain
         jobs = self.site.jobs_dir
         ids = [SlurmId(path.name) for path in jobs.iterdir()] if jobs.exists() else []
         for job in ids:
