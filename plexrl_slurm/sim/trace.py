@@ -178,7 +178,7 @@ class TraceJob(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         away_s += phases.tool.stalls * phases.tool.stall_s + phases.reward_s.mean
         moved_s = phases.publish_s.mean + phases.pull_s.mean
         steps_s = self.length * (train_s + gaps_s + away_s + moved_s)
-        return steps_s + phases.client_start_s + phases.client_end_s
+        return steps_s + phases.create_s + phases.client_start_s + phases.client_end_s
 
     @property
     def overlaps(self) -> bool:
