@@ -282,19 +282,28 @@ class Cluster:
     def kill_slurmctld(self, *, saved: bool = True) -> None:
         """KILL: no farewell to anybody. What is not ``saved`` before, it will have forgotten.
 
-        slurmctld writes a few seconds late; one more job makes it write (root's, cancelled).
+        slurmctld writes a few seconds late, and much later where others keep the disk busy; one
+        more job makes it write (root's, cancelled).
         """
         if saved:
-            file = self.folder / "state" / "job_state"
             job = self.sbatch("root", "--hold", "-J", "saved")
             now = time.time()  # before what makes it write, or it may have written already
             self.run("root", ["scancel", job])
-            wait_for(lambda: file.exists() and file.stat().st_mtime > now, "the jobs are saved")
+            wait_for(lambda: self._written_us() > now * 1e6, self._unsaved, seconds=180)
         self._daemons.kill("slurmctld")
+
+    def _written_us(self) -> float:
+        """When slurmctld wrote its jobs last; 0 if it never has."""
+        file = self.folder / "state" / "job_state"
+        return file.stat().st_mtime_ns / 1e3 if file.exists() else 0
+
+    def _unsaved(self) -> str:
+        log = (self.folder / "log" / "slurmctld.log").read_text(errors="replace")
+        return f"{log[-3000:]}\nthe jobs are saved (last {self._written_us():.0f})"
 
     def stop_slurmctld(self) -> None:
         """With TERM: it saves what it knows."""
-        self._daemons.end({"slurmctld"}, patience=20)
+        self._daemons.end({"slurmctld"}, patience=60)
 
     def start_slurmctld(self) -> None:
         """Start it again and wait until it answers."""

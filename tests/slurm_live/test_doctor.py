@@ -108,7 +108,7 @@ def test_a_munged_that_is_stopped(partition: Partition) -> None:
 
 
 def test_a_slurmctld_that_is_down(partition: Partition) -> None:
-    partition.cluster.kill_slurmctld()
+    partition.cluster.stop_slurmctld()
     try:
         found = doctor(partition, code=1)
     finally:
