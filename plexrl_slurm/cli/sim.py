@@ -59,6 +59,10 @@ def _hardware(command: Any) -> Any:
             metavar="GB/S", help="From the disks of a node to its memory.",
         ),
         click.option(
+            "--prices", default="1:1", show_default=True, metavar="T:R",
+            help="Of an hour of a training GPU to one of a rollout GPU.",
+        ),
+        click.option(
             "--compress", type=Number(0.001), default=1.0,
             show_default=True, help="Jobs arrive so many times as fast.",
         ),
@@ -337,13 +341,16 @@ def _runs(
     from dataclasses import replace
 
     from plexrl_slurm.core.grouping import Rules
-    from plexrl_slurm.sim.cluster import Plan, split
+    from plexrl_slurm.sim.cluster import Plan, prices, split
     from plexrl_slurm.sim.run import simulate, simulate_held
     from plexrl_slurm.sim.trace import compressed, read_trace
 
+    train_price, rollout_price = prices(given["prices"])
     jobs = compressed(read_trace(path), given["compress"])
     cluster = replace(
         split(given["gpus"], given["split"]),
+        train_price=train_price,
+        rollout_price=rollout_price,
         node_bytes=int(given["node_memory"] * 1e9),
         gpu_bytes_per_s=int(given["bandwidth"] * 1e9),
         shared_bytes_per_s=int(given["shared_bandwidth"] * 1e9),
@@ -426,6 +433,7 @@ def _one(found: "Figures") -> str:
             ("order, placement", f"{found.policy}, {found.placement}"),
             ("jobs, steps", f"{found.jobs:,}, {found.steps:,}"),
             ("work per GPU-hour", f"{found.efficiency:.3f} x isolated"),
+            *_priced(found),
             ("GPU-hours per step", f"{-found.gpu_hours_per_step_saving_percent:+.2f} %"),
             ("slowdown", f"mean {slow.mean:.3f}, median {slow.p50:.3f}, p95 {slow.p95:.3f}, "
                          f"worst {slow.max:.3f}"),
@@ -443,10 +451,19 @@ def _one(found: "Figures") -> str:
     )  # fmt: skip
 
 
+def _priced(found: "Figures") -> list[tuple[str, str]]:
+    """A row, if the price of a GPU-hour depends on the pool."""
+    if found.train_price == found.rollout_price:
+        return []
+    prices = f"{found.train_price:g} and {found.rollout_price:g} a GPU-hour"
+    return [("work for its price", f"{found.cost_efficiency:.3f} x isolated ({prices})")]
+
+
 def _table(found: "Sequence[Figures]") -> str:
+    priced = any(one.train_price != one.rollout_price for one in found)
     names = (
-        "PLACEMENT", "POLICY", "WORK/GPU-H", "SAVED_%", "MEAN", "P95", "WORST", "MISSED_%",
-        "SWITCH_%", "COMPLETION_H", "MAKESPAN_H",
+        "PLACEMENT", "POLICY", "WORK/GPU-H", *["WORK/PRICE"] * priced, "SAVED_%", "MEAN",
+        "P95", "WORST", "MISSED_%", "SWITCH_%", "COMPLETION_H", "MAKESPAN_H",
     )  # fmt: skip
     return show.fitted(
         names,
@@ -455,6 +472,7 @@ def _table(found: "Sequence[Figures]") -> str:
                 one.placement,
                 one.policy,
                 f"{one.efficiency:.3f}",
+                *[f"{one.cost_efficiency:.3f}"] * priced,
                 f"{one.gpu_hours_per_step_saving_percent:.2f}",
                 f"{one.slowdown.mean:.3f}",
                 f"{one.slowdown.p95:.3f}",

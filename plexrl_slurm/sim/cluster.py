@@ -30,6 +30,9 @@ class Cluster:
     nvme_bytes_per_s: int = 6 * GB
     #: Between one node and the shared file system, one way.
     shared_bytes_per_s: int = 5 * GB
+    #: Of an hour of one GPU, in any currency: pools need not have the same GPUs.
+    train_price: float = 1.0
+    rollout_price: float = 1.0
 
     def move_us(self, image_bytes: int, gpus: int) -> int:
         """An image from host memory to ``gpus`` GPUs, or back."""
@@ -94,6 +97,19 @@ def find(name: str) -> tuple[Placement, bool]:
     except KeyError:
         known = ", ".join(PLACEMENTS)
         raise BadInput(f"there is no placement {name!r}: choose one of {known}") from None
+
+
+def prices(ratio: str) -> tuple[float, float]:
+    """Of a GPU-hour of training and of rollout, from ``T:R``. Raises ``BadInput``."""
+    try:
+        train, rollout = (float(part) for part in ratio.split(":"))
+    except ValueError:
+        train = rollout = 0.0
+    if not (0.001 <= train <= 1e6 and 0.001 <= rollout <= 1e6):
+        raise BadInput(
+            f"--prices {ratio}: give two numbers from 0.001 to a million, such as 2.85:1"
+        )
+    return train, rollout
 
 
 def split(gpus: int, ratio: str) -> Cluster:

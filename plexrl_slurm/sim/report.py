@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from plexrl_slurm.core.messages import Activity
+from plexrl_slurm.core.messages import Activity, Pool
 from plexrl_slurm.sim.world import World
 
 _HOUR_US = 3_600_000_000
@@ -50,7 +50,14 @@ class Figures:
     steps: int
     #: Work per held GPU-hour, against every job alone on WPGs of its own.
     efficiency: float
+    #: The same for each price of a GPU-hour: of the two pools, ``Cluster.train_price`` and
+    #: ``rollout_price``. Equal to ``efficiency`` where those are equal.
+    cost_efficiency: float
+    train_price: float
+    rollout_price: float
     gpu_hours_held: float
+    #: Of these, of the training pool.
+    train_gpu_hours_held: float
     gpu_hours_isolated: float
     gpu_hours_per_step_saving_percent: float
     slowdown: Slowdowns
@@ -81,11 +88,14 @@ def figures(world: World, placement: str, wall_seconds: float) -> Figures:
     """Figures of a run that has ended."""
     jobs = per_job(world)
     gpus = {
-        record.job.trace.id: record.job.trace.train.gpus + record.job.trace.rollout.gpus
+        record.job.trace.id: (record.job.trace.train.gpus, record.job.trace.rollout.gpus)
         for record in world.records.values()
     }
-    alone_gpu_us = sum(job.alone_us * gpus[job.id] for job in jobs)
+    alone_train_us = sum(job.alone_us * gpus[job.id][0] for job in jobs)
+    alone_rollout_us = sum(job.alone_us * gpus[job.id][1] for job in jobs)
+    alone_gpu_us = alone_train_us + alone_rollout_us
     held_us = sum(world.gpu_us.values())
+    held_train_us = sum(us for (pool, _), us in world.gpu_us.items() if pool is Pool.TRAIN)
     shares = {
         activity: sum(us for (_, what), us in world.gpu_us.items() if what is activity)
         for activity in Activity
@@ -95,6 +105,11 @@ def figures(world: World, placement: str, wall_seconds: float) -> Figures:
     first_us = min((job.submit_us for job in jobs), default=0)
     last_us = max((job.end_us for job in jobs), default=0)
     cluster = world.cluster
+
+    def cost(train_us: float, rollout_us: float) -> float:
+        return train_us * cluster.train_price + rollout_us * cluster.rollout_price
+
+    held_cost = cost(held_train_us, held_us - held_train_us)
     everything_us = (cluster.train_gpus + cluster.rollout_gpus) * (last_us - first_us)
 
     def percent(part: float, whole: float) -> float:
@@ -110,7 +125,13 @@ def figures(world: World, placement: str, wall_seconds: float) -> Figures:
         jobs=len(jobs),
         steps=sum(job.steps for job in jobs),
         efficiency=round(alone_gpu_us / held_us, 4) if held_us else 0.0,
+        cost_efficiency=(
+            round(cost(alone_train_us, alone_rollout_us) / held_cost, 4) if held_us else 0.0
+        ),
+        train_price=cluster.train_price,
+        rollout_price=cluster.rollout_price,
         gpu_hours_held=round(held_us / _HOUR_US, 6),
+        train_gpu_hours_held=round(held_train_us / _HOUR_US, 6),
         gpu_hours_isolated=round(alone_gpu_us / _HOUR_US, 6),
         gpu_hours_per_step_saving_percent=percent(alone_gpu_us - held_us, alone_gpu_us),
         slowdown=Slowdowns(

@@ -72,6 +72,36 @@ def test_how_many_share_a_wpg_and_how_fast_moves_are_is_given(plexrl: Plexrl, tr
     assert run("--bandwidth", "1")["switch_percent"] > three["switch_percent"]
 
 
+def test_work_is_also_told_for_its_price(plexrl: Plexrl, trace: str) -> None:
+    def run(placement: str, *more: str) -> Any:
+        return figures(
+            plexrl("sim", "run", trace, f"--placement={placement}", *SIZE, *more, "--json")
+        )
+
+    same, dear = run("pack"), run("pack", "--prices", "3:1")
+    assert same["cost_efficiency"] == same["efficiency"] == dear["efficiency"]
+    # Each job has 8 and 8 GPUs.
+    alone, train = dear["gpu_hours_isolated"], dear["train_gpu_hours_held"]
+    rollout = dear["gpu_hours_held"] - train
+    paid = 3 * alone / 2 + alone / 2
+    assert dear["cost_efficiency"] == pytest.approx(paid / (3 * train + rollout), abs=1e-4)
+    assert dear["cost_efficiency"] > dear["efficiency"]
+    assert run("isolated", "--prices", "3:1")["cost_efficiency"] == 1.0
+    packed = ("--placements=pack", "--policies=fifo", *SIZE)
+    assert "WORK/PRICE" not in plexrl("sim", "compare", trace, *packed).stdout
+    table = plexrl("sim", "compare", trace, *packed, "--prices", "3:1").stdout
+    assert "WORK/PRICE" in table
+    row = plexrl("sim", "run", trace, "--placement=pack", *SIZE, "--prices=3:1").stdout
+    assert f"{dear['cost_efficiency']:.3f} x isolated (3 and 1 a GPU-hour)" in row
+
+
+@pytest.mark.parametrize("ratio", ["3", "a:1", "1:0", "nan:1", "1:inf", "-1:1", "1:2:3"])
+def test_prices_that_are_none_are_refused(plexrl: Plexrl, trace: str, ratio: str) -> None:
+    done = plexrl("sim", "run", trace, *SIZE, f"--prices={ratio}")
+    assert done.exit_code == 65
+    assert f"--prices {ratio}: give two numbers from 0.001 to a million" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
