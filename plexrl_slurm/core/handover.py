@@ -74,22 +74,25 @@ def persisted(
         lane.granted(tenant)
         durable(books, tenant, event.progress, event, out)
     else:
-        moving = lane.move is not None and tenant in (lane.move.outgoing, lane.move.incoming)
-        # If it moves, the end of that tells.
-        if not moving and _lost_at_rest(books, lane, tenant, event, out):
+        # The end of a load tells itself what is left.
+        loads = lane.move is not None and lane.move.incoming is tenant
+        if not loads and _lost(books, lane, tenant, event, out):
             lane.granted(tenant)
         else:
             lane.refused(tenant, RETRY_US)
 
 
-def _lost_at_rest(
+def _lost(
     books: Books, lane: Lane, tenant: Tenant, event: Persisted, out: list[AnyInstruction]
 ) -> bool:
     """Whether an image was lost that nobody was loading."""
     program = tenant.program
-    if not fell_back(tenant, event.left, "", event.cause) or program is None:
+    # What is on its way out is still on the device, until a newer image is complete.
+    leaves = lane.move is not None and lane.move.outgoing is tenant
+    alive = leaves or lane.resident is tenant
+    if not fell_back(tenant, event.left, "", event.cause, alive=alive) or program is None:
         return False
-    if lane.resident is tenant:
+    if alive:
         program.dirty = program.position > (program.image or START)
     else:
         tenant.lose(event.cause)
@@ -98,13 +101,16 @@ def _lost_at_rest(
     return True
 
 
-def fell_back(tenant: Tenant, left: ImagesLeft | None, why: str, cause: CauseId) -> bool:
-    """Whether its newest image is another one than was believed; it is believed now."""
+def fell_back(
+    tenant: Tenant, left: ImagesLeft | None, why: str, cause: CauseId, *, alive: bool = False
+) -> bool:
+    """Whether its newest image is another one than was believed; it is believed now. ``alive``:
+    the device has its state."""
     program = tenant.program
     if program is None or left is None or left.image == program.image:
         return False
     believed = program.image
-    program.fell_back(left.image, left.durable)
+    program.fell_back(left.image, left.durable, alive=alive)
     instead = f"{left.image}" if left.image is not None else "none: it is created anew"
     line = f"image {believed} is damaged or gone ({why}); what is left is {instead}"
     tenant.where = tenant.where.note(line.replace(" ()", ""), cause=cause)

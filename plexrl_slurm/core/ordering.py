@@ -84,6 +84,8 @@ class Program:
         self.frontier: Position = self.applied
         #: Why nothing of it can ever run again; "" if all is well.
         self.broken = ""
+        #: What ``broken`` will be if the device loses the state before a newer image is complete.
+        self._fatal = ""
         #: A weight or gradient changed since the image.
         self.dirty = False
         #: forward_backward done, optim_step pending.
@@ -196,6 +198,7 @@ class Program:
 
     def rewind(self) -> None:
         """The state on the device is gone: go back to the image."""
+        self.broken = self.broken or self._fatal
         self.applied = self.position
         self.position = self.image or START
         self.dirty, self.open_step, self.steps = False, self._open_at(self.image), 0
@@ -205,8 +208,9 @@ class Program:
         """The image is on the device."""
         self.open_step = self._open_at(self.image)
 
-    def lost_image(self, image: Position | None) -> None:
-        """Its newest image is gone; ``image`` is the one that is left."""
+    def lost_image(self, image: Position | None, *, alive: bool = False) -> None:
+        """Its newest image is gone; ``image`` is the one that is left. ``alive``: the device has
+        its state."""
         self._image_open = self._open_at(image)
         self.image = image
         first = image[0] if image is not None else 0
@@ -215,9 +219,13 @@ class Program:
                 "its state is lost: its newest image is gone, and so are calls that no older one "
                 "contains; start from a checkpoint"
             )
-            self.broken = self.broken or lost
+            self._fatal = lost
+            if not alive:
+                self.broken = self.broken or lost
 
-    def fell_back(self, image: Position | None, durable: Position | None) -> None:
+    def fell_back(
+        self, image: Position | None, durable: Position | None, *, alive: bool = False
+    ) -> None:
         """Newer images are damaged or gone: these are the newest of all, and the durable one."""
         if self._tiered and durable != self.durable:
             is_open = self._open_at(durable)
@@ -225,7 +233,7 @@ class Program:
                 self.spare = None
             self.durable, self._durable_open = durable, is_open
         self.frontier = max(self.frontier, image or START)
-        self.lost_image(image)
+        self.lost_image(image, alive=alive)
 
     def lost_durable(self, durable: Position | None, spare: Position | None) -> None:
         """A durable image is damaged; these are left, and its host image as it was."""
@@ -263,7 +271,7 @@ class Program:
         """A complete image has ``progress``; returns the entries that nobody needs any more."""
         self._image_open = self._open_at(progress)
         self.image = progress
-        self.dirty, self.steps = False, 0
+        self.dirty, self.steps, self._fatal = False, 0, ""
         return self.trim()
 
     def persisted(self, progress: Position) -> list[Entry]:

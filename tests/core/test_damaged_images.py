@@ -1,6 +1,9 @@
 """The newest image turns out to be damaged or gone: an older one and the calls since rebuild it."""
 
+import pytest
+
 from plexrl_slurm.core.messages import ImagesLeft
+from plexrl_slurm.core.ordering import Program
 from tests.core.hand import Hand, short
 from tests.core.tiers import CREATE, FB, OPTIM, A, B, calls_of, durable, stepped
 from tests.core.workloads import TRAIN
@@ -185,3 +188,82 @@ def test_a_damaged_image_does_not_keep_a_wpg_from_being_given_back() -> None:
     train.persisted(B, (1, 0))
     said = train.persisted(A, (5, 0), ok=False, left=left((3, 0), (3, 0)))
     assert short(said) == ["drained train-0"]
+
+
+def leaving(for_whom: str) -> Hand:
+    """``a`` is being saved at (6, 0), and its image at (5, 0) is being copied; ``b`` is to come."""
+    train = stepped(durable(every=1), steps=2)
+    first = CREATE if for_whom == "new" else FB
+    if for_whom == "old":
+        train.arrive(*calls_of("b", CREATE))
+        train.later(30).tick()
+        train.end(*calls_of("b", CREATE))
+        train.arrive(*calls_of("a", FB, first=5))
+        assert short(train.later(30).tick()) == []
+        train.switched()
+        train.end(*calls_of("a", FB, first=5))
+    else:
+        train.work(*calls_of("a", FB, first=5))
+    train.arrive(*calls_of("b", first, first=0 if for_whom == "new" else 1))
+    said = short(train.later(30).tick())
+    assert said == ["save a at (6, 0)" if for_whom == "new" else "switch a -> b"]
+    return train
+
+
+def program_of_a(train: Hand) -> Program:
+    program = train.core._books.homes[A.id][1].program
+    assert program is not None
+    return program
+
+
+@pytest.mark.parametrize("for_whom", ["new", "old"])
+def test_an_image_found_damaged_while_a_newer_one_is_saved_is_none_if_that_fails(
+    for_whom: str,
+) -> None:
+    train = leaving(for_whom)
+    train.persisted(A, (5, 0), ok=False, left=left((3, 0), (3, 0)))
+    train.switched(ok=False)
+    program = program_of_a(train)
+    assert (program.image, program.position, program.applied) == ((3, 0), (3, 0), (6, 0))
+
+
+@pytest.mark.parametrize("for_whom", ["new", "old"])
+def test_an_image_found_damaged_while_a_newer_one_is_saved_does_not_matter_then(
+    for_whom: str,
+) -> None:
+    train = leaving(for_whom)
+    assert short(train.persisted(A, (5, 0), ok=False, left=left((3, 0), (3, 0)))) == []
+    said = short(train.switched())
+    assert "persist a at (6, 0) from train-0" in said
+    program = program_of_a(train)
+    assert (program.image, program.position, program.dirty) == ((6, 0), (6, 0), False)
+
+
+def alone_on_the_device() -> Hand:
+    """No image of ``a`` is left, nor the calls to make it anew; the device has it."""
+    train = stepped(spared(), steps=3)
+    train.persisted(A, (7, 0))
+    for first in (7, 9):
+        train.work(*calls_of("a", FB, OPTIM, first=first))
+        said = short(train.switched())
+    assert said == ["persist a at (11, 0) from train-0"]
+    train.persisted(A, (11, 0), ok=False, left=left(None))
+    return train
+
+
+def test_a_resident_without_any_image_goes_on_and_is_saved() -> None:
+    train = alone_on_the_device()
+    assert short(train.arrive(*calls_of("a", FB, first=11))) == ["run a/11"]
+    assert short(train.end(*calls_of("a", FB, first=11))) == ["finish a/11"]
+    train.arrive(*calls_of("b", CREATE))
+    assert short(train.later(30).tick()) == ["save a at (12, 0)"]
+    assert short(train.switched()) == ["run b/0", "persist a at (12, 0) from train-0"]
+    train.down()
+    said = short(train.arrive(*calls_of("a", OPTIM, first=12)))
+    assert said == [], "its image has all of it"
+
+
+def test_a_resident_without_any_image_is_lost_with_its_device() -> None:
+    train = alone_on_the_device()
+    train.down()
+    assert short(train.arrive(*calls_of("a", FB, first=11))) == [f"fail a/11: {LOST}"]
