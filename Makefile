@@ -42,7 +42,7 @@ soak: ## eight jobs with memory for two, random kill -9: nobody may differ (SOAK
 
 # A property on each core; prints a line every thousand examples. A failure prints what repeats it.
 nightly: setup ## what the scheduler promises, with 10^5 examples each (hours; PLEXRL_EXAMPLES=5000)
-	PLEXRL_EXAMPLES=$${PLEXRL_EXAMPLES:-100000} $(PYTEST) -n $$(nproc) --dist worksteal -s -v --timeout 0 tests/core/test_*_machine.py tests/core/test_*_properties.py tests/sim/test_run_properties.py tests/daemons/test_tier_steps.py $(ARGS)
+	PLEXRL_EXAMPLES=$${PLEXRL_EXAMPLES:-100000} $(PYTEST) -n $$(nproc) --dist worksteal -s -v --timeout 0 tests/core/test_*_machine.py tests/core/test_*_properties.py tests/sim/test_run_properties.py tests/daemons/test_tier_steps.py tests/daemons/test_tier_properties.py $(ARGS)
 	$(BIN)/python -m benchmarks.starvation
 
 format: setup ## rewrite: ruff format and its safe fixes

@@ -12,7 +12,7 @@ example, a twentieth as many.
 * 3 affinity is constant: ``Core.start_run``, ``start_move``; with moves (world)
   ``test_node_properties``
 * 3 memory is never exceeded: ``test_placement_machine``, ``test_admission_properties``; tiers, in
-  the middle of switches: ``tests/daemons/test_tier_properties.py``
+  the middle of switches: (world) ``tests/daemons/test_tier_properties.py``
 * 4 program order, each (job, seq) once: ``Core.start_run``, ``end_run``, ``finish``; with restarts,
   lost nodes, damaged images (world) ``test_scheduler_``, ``test_node_``, ``test_damage_properties``
 * 5 lag at most 1, versions only grow: ``tests/sim/test_run_properties.py``

@@ -7,17 +7,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.core.effort import effort, tried
 from tests.daemons.tier_world import World
 from tests.memory.faults import FAULTS, STOP, TEAR
 
 #: Thousands of folders are made and removed: not on a disk, if that can be.
 SCRATCH = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-FEW = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
-)
+FEW = effort(60, costs=20)
 
 
 async def life(world: World, *, events: int, kills: float, cuts: float, flips: float = 0.0) -> None:
@@ -116,6 +115,7 @@ def test_an_image_is_never_lost_and_never_wrong(
         asyncio.run(life(world, events=60, kills=kills, cuts=cuts, flips=flips))
 
     play(seed, scene, slots=slots, copies=copies)
+    tried("tiers: lives")
 
 
 def test_the_random_programs_write_over_images_and_are_killed_meanwhile() -> None:
