@@ -181,6 +181,8 @@ class HostRoom:
     async def copy_below(self, *, quiet: Callable[[], bool]) -> None:
         """While nothing else moves: copy what would leave next, so that it need only be dropped."""
         refused: set[_Key] = set()
+        #: Their copies let them leave: none of those makes room for another's.
+        kept: set[_Key] = set()
         while quiet() and self._copied.is_set():
             images = self._images(refused)
             largest = max((image.bytes for image in images.values()), default=0)
@@ -195,10 +197,10 @@ class HostRoom:
             key = next((_key(each) for each in found if each.how is How.SPILL), None)
             if key is None:
                 return
+            kept |= {_key(each) for each in found if each.how is How.DROP}
             self._copied.clear()
             try:
-                if not await self._copy(*key):
-                    refused.add(key)
+                (kept if await self._copy(*key, kept=kept) else refused).add(key)
             finally:
                 self._copied.set()
 
@@ -302,11 +304,14 @@ class HostRoom:
             store.release(deployment)
             say(log, "image_left_memory", wpg=wpg, deployment=deployment, how=str(how))
 
-    async def _copy(self, wpg: str, deployment: str) -> bool:
-        """To NVMe, if that has room or gets it; what is in memory stays there."""
+    async def _copy(self, wpg: str, deployment: str, *, kept: Collection[_Key] = ()) -> bool:
+        """To NVMe, if that has room or gets it; what is in memory stays there, and the copies of
+        ``kept`` below."""
         store = self._stores[wpg]
         held = store.find(deployment)
-        if held is None or now_us() < self._resting_us or not self._make_room_below(held.bytes):
+        if held is None or now_us() < self._resting_us:
+            return False
+        if not self._make_room_below(held.bytes, kept):
             return False
         store.pin(held.slot)
         try:
@@ -333,11 +338,14 @@ class HostRoom:
         twice = sum(copy.bytes for copy in self.nvme.copies() if self.in_memory(copy))
         return self.nvme.limit - self.nvme.used + twice
 
-    def _make_room_below(self, size: int) -> bool:
+    def _make_room_below(self, size: int, kept: Collection[_Key]) -> bool:
         # Those that somebody reads in memory stay there, so their copies are needed least.
-        images = [replace(image, pinned=False) for image in self._images(()).values()]
+        images = [replace(image, pinned=key in kept) for key, image in self._images(()).items()]
         missing = self.nvme.used + size - self.nvme.limit
-        for each in choose(images, tier=Tier.NVME, needed_bytes=missing, now_us=now_us()):
+        found = choose(images, tier=Tier.NVME, needed_bytes=missing, now_us=now_us())
+        if sum(each.bytes for each in found) < missing:
+            return False
+        for each in found:
             self.nvme.drop(*_key(each))
         return self.nvme.used + size <= self.nvme.limit
 

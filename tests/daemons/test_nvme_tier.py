@@ -3,7 +3,7 @@
 import asyncio
 import errno
 import os
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from plexrl_slurm.daemons.host_room import HostRoom
 from plexrl_slurm.daemons.host_tier import HostTier
 from plexrl_slurm.daemons.nvme_tier import NvmeTier
 from plexrl_slurm.memory import disk, nvme, swap, swap_manifest
+from plexrl_slurm.memory.images import Held
 from plexrl_slurm.memory.slab import read_header
 from plexrl_slurm.transport import messages as tm
 from tests.memory.test_slab import make_header, write
@@ -246,6 +247,32 @@ def test_a_full_nvme_gives_up_what_is_in_memory_as_well_and_no_last_copy(tmp_pat
         for name in "abcdabcd":
             await bring(tier, name)
             assert len(all_of(tier)) == 4
+
+    asyncio.run(scene())
+
+
+def test_a_copy_made_ahead_does_not_make_room_for_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two are to leave memory and the disk has room for one: each took the other's, for ever."""
+    written: list[str] = []
+    write_below = NvmeTier.write
+
+    async def write(self: NvmeTier, wpg: str, held: Held, paths: Sequence[Path]) -> None:
+        written.append(held.deployment)
+        await write_below(self, wpg, held, paths)
+
+    async def scene() -> None:
+        tier = await filled(tmp_path, *"abc", slots=3, copies=1)
+        assert tier._room is not None
+        tier._room._limit = 2 * SLAB  # as where images are larger than was thought
+        monkeypatch.setattr(NvmeTier, "write", write)
+        for _ in range(2):
+            looks = iter(range(20))
+            await tier.idle(quiet=lambda looks=looks: next(looks, None) is not None)  # type: ignore[misc]
+        assert written == ["a"] and on_nvme(tier) == {"a"}
+        await save(tier, "d")
+        assert all_of(tier) == dict.fromkeys("abcd", (1, 0)) and on_nvme(tier) == {"a"}
 
     asyncio.run(scene())
 

@@ -106,6 +106,9 @@ def now_and_then(world: World, rate: float, kinds: Sequence[str]) -> Callable[[i
 @example(
     seed=2487515223, faults=0.0, kinds={STOP}, kills=0.0, cuts=0.0, flips=0.0, slots=3, copies=5
 )
+@example(  # copies that were made ahead made room for each other
+    seed=750, faults=0.0, kinds={STOP}, kills=0.0, cuts=0.0, flips=0.0, slots=3, copies=4
+)
 def test_an_image_is_never_lost_and_never_wrong(
     seed: int, faults: float, kinds: set[str], kills: float, cuts: float, flips: float,
     slots: int, copies: int,
