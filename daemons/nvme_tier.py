@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from plexrl_slurm.core.errors import BadImage, Denied, StorageFailed
+from plexrl_slurm.core.errors import BadImage, Denied, PlexError, StorageFailed
 from plexrl_slurm.daemons.folders import is_there, locked, refuse_foreign
 from plexrl_slurm.filesystems import network_kind
 from plexrl_slurm.logs import say
@@ -46,6 +46,8 @@ class NvmeTier:
         self._owner = ""
         self._lock: int | None = None
         self._copies: dict[tuple[str, str], Copy] = {}
+        #: Copies that the disk did not let go: they take their bytes until it does.
+        self._stuck: dict[Path, int] = {}
         #: Bytes that are being written.
         self._coming = 0
         self._number = 0
@@ -123,7 +125,8 @@ class NvmeTier:
     def used(self) -> int:
         """Bytes of complete copies, of those that are being written, and of swap folders."""
         swapped = swap.used_bytes(self._swap)
-        return self._coming + swapped + sum(copy.bytes for copy in self._copies.values())
+        stuck = sum(self._stuck.values())
+        return self._coming + swapped + stuck + sum(copy.bytes for copy in self._copies.values())
 
     def copies(self) -> Iterable[Copy]:
         """All complete ones."""
@@ -145,11 +148,17 @@ class NvmeTier:
         self._coming += held.bytes
         try:
             manifest = await asyncio.to_thread(nvme.write_image, folder, slabs, owner=self._owner)
+        except PlexError:
+            old = self.find(wpg, held.deployment)
+            if (old is None or old.folder != folder) and folder.exists():
+                self._delete(folder, held.bytes)  # all of it is there, and may not last
+            raise
         finally:
             self._coming -= held.bytes
+        self._stuck.pop(folder, None)  # it has taken the place of that
         other = self.find(wpg, held.deployment)
         if other is not None and other.progress > held.progress:
-            self._delete(folder)
+            self._delete(folder, manifest.bytes)
             return
         if other is not None and other.folder != folder:
             self.drop(wpg, held.deployment)
@@ -176,19 +185,23 @@ class NvmeTier:
         """Forget a copy, at once; its blocks are given back soon."""
         copy = self._copies.pop((wpg, deployment), None)
         if copy is not None:
-            self._delete(copy.folder)
+            self._delete(copy.folder, copy.bytes)
 
-    def _delete(self, folder: Path) -> None:
-        gone = self._gone()
-        try:
-            disk.disk.rename(folder, gone)
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            # The next agent finds it, and that it is not the newest or that nobody wants it.
-            say(log, "copy_not_deleted", folder=folder, reason=error.strerror)
-            return
-        self._sweeper.submit(disk.disk.remove_tree, gone)
+    def _delete(self, folder: Path, size: int) -> None:
+        for each in (*self._stuck, folder):
+            gone = self._gone()
+            try:
+                disk.disk.rename(each, gone)
+            except FileNotFoundError:
+                self._stuck.pop(each, None)
+            except OSError as error:
+                if each is folder:
+                    # Else the next agent finds that it is not the newest, or that nobody wants it.
+                    self._stuck[folder] = size
+                    say(log, "copy_not_deleted", folder=folder, reason=error.strerror)
+            else:
+                self._stuck.pop(each, None)
+                self._sweeper.submit(disk.disk.remove_tree, gone)
 
     def _gone(self) -> Path:
         self._number += 1

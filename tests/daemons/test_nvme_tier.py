@@ -251,6 +251,50 @@ def test_a_full_nvme_gives_up_what_is_in_memory_as_well_and_no_last_copy(tmp_pat
     asyncio.run(scene())
 
 
+def test_a_copy_that_the_disk_does_not_let_go_takes_its_bytes_until_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    async def scene() -> None:
+        tier = await filled(tmp_path, *"abc", copies=1)
+        below = tier._nvme
+        assert below is not None and on_nvme(tier) == {"a"} and below.used == SLAB
+        with monkeypatch.context() as patch:
+            patch.setattr(type(disk.disk), "rename", fail)
+            below.drop("train-0", "a")
+        assert on_nvme(tier) == set() and below.used == SLAB
+        below.drop("train-0", "nobody")
+        assert below.used == SLAB
+        await save(tier, "d")
+        assert on_nvme(tier) == set(), "there is no room yet"
+        below._delete(tmp_path / "nothing", 0)
+        assert below.used == 0
+
+    asyncio.run(scene())
+
+
+def test_a_copy_whose_name_may_not_last_is_none_and_takes_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish = nvme.publish_folder
+
+    def publish_and_fail(part: Path, folder: Path) -> None:
+        publish(part, folder)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    async def scene() -> None:
+        tier = await filled(tmp_path, *"ab")
+        monkeypatch.setattr(nvme, "publish_folder", publish_and_fail)
+        await save(tier, "c")
+        below = tier._nvme
+        assert below is not None and on_nvme(tier) == set() and below.used == 0
+        assert not list(below._images.rglob("manifest.json"))
+
+    asyncio.run(scene())
+
+
 def test_a_copy_made_ahead_does_not_make_room_for_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

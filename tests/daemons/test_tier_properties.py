@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.core.effort import effort, tried
 from tests.daemons.tier_world import World
-from tests.memory.faults import FAULTS, STOP, TEAR
+from tests.memory.faults import BROKEN, FAULTS, FULL, SHORT, STOP, TEAR
 
 #: Thousands of folders are made and removed: not on a disk, if that can be.
 SCRATCH = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
@@ -108,6 +108,16 @@ def now_and_then(world: World, rate: float, kinds: Sequence[str]) -> Callable[[i
 )
 @example(  # copies that were made ahead made room for each other
     seed=750, faults=0.0, kinds={STOP}, kills=0.0, cuts=0.0, flips=0.0, slots=3, copies=4
+)
+@example(  # a copy that was whole, but for its name's sync, took room that nobody counted
+    seed=3,
+    faults=0.2,
+    kinds={FULL, BROKEN, SHORT},
+    kills=0.0,
+    cuts=0.0,
+    flips=0.0,
+    slots=3,
+    copies=4,
 )
 def test_an_image_is_never_lost_and_never_wrong(
     seed: int, faults: float, kinds: set[str], kills: float, cuts: float, flips: float,
