@@ -52,7 +52,7 @@ def trace_of(
                     account=row.account,
                     qos=str(row.options.get("qos") or "normal"),
                     priority=row.priority * (1 if qos is None else qos.weight),
-                    seed=row.seed,
+                    seed=row.id,
                     submit_us=row.submitted_us,
                     start_us=row.admitted_us or row.started_us or row.submitted_us,
                     end_us=row.ended_us or until_us,

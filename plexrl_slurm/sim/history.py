@@ -47,6 +47,7 @@ class PastJob:
     qos: str
     #: Its own, times the weight of its QOS.
     priority: int
+    #: Of what its steps in the trace vary by: two jobs alike must not vary alike.
     seed: int
     submit_us: int
     #: When it had its place (what starts its script is its own time), and when it ended.
@@ -204,7 +205,7 @@ def _trace(
         kind="agentic" if tool.stalls else "reasoning",
         steps=len(steps),
         fail_step=None,
-        seed=abs(job.seed),
+        seed=job.seed,
         walltime_s=max(1.0, job.walltime_s),
         model=Model(
             name=job.model,

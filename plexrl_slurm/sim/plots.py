@@ -1,10 +1,12 @@
 """Pictures of runs: a Gantt chart of WPGs, slowdowns, use over time, savings per job."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from plexrl_slurm.core.ids import WpgId
 from plexrl_slurm.core.messages import Activity
+from plexrl_slurm.core.sites import natural
 from plexrl_slurm.sim.records import Stretch
 from plexrl_slurm.sim.report import per_job
 from plexrl_slurm.sim.run import Ran
@@ -12,21 +14,25 @@ from plexrl_slurm.sim.run import Ran
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-#: Most WPGs, and stretches of each, of a Gantt chart: more is a grey bar.
+#: Most WPGs of a Gantt chart: its title says how many there are.
 MOST_LANES: Final = 24
 _HOUR_US: Final = 3_600_000_000
 #: Of a Gantt chart's lower half: functions take minutes.
 _ZOOM_US: Final = 3 * _HOUR_US
 _COLOURS: Final = {
     Activity.SWITCH: "#d62728",
-    Activity.KEPT: "#e7ba52",
+    Activity.KEPT: "#000000",
     Activity.IDLE: "#eeeeee",
     Activity.DOWN: "#555555",
 }
 
 
+#: Neither red nor grey.
+_JOBS: Final = [f"C{number}" for number in range(10) if number not in (3, 7)]
 #: Of the placements, in the order in which they come; policies differ by colour.
 _DASHES: Final = ("-", "--", ":", "-.", (0, (1, 3)), (0, (6, 2, 1, 2, 1, 2)))
+#: Most lines for what was promised.
+_PROMISES: Final = 4
 #: More names than these stand beside a picture, not in it.
 _INSIDE: Final = 6
 
@@ -102,8 +108,9 @@ def _slowdowns(axes: "Axes", runs: Sequence[Ran]) -> None:
         xlabel="running time over running time alone",
         ylabel="share of jobs that are at most so slow, %",
     )
-    axes.axvline(1.1, color="grey", linestyle=":", linewidth=1)
-    axes.set_xlim(left=0.99)
+    found = {job.max_slowdown for ran in runs for job in per_job(ran.world)}
+    for promise in sorted(found)[:_PROMISES]:
+        axes.axvline(promise, color="grey", linestyle=":", linewidth=1)
     _legend(axes, runs)
 
 
@@ -179,11 +186,21 @@ def busiest_us(chart: Sequence[Stretch], width_us: int) -> int:
     return first_us + busiest * width_us
 
 
+def _colours(groups: Sequence[Collection[int]]) -> dict[int, str]:
+    """One for each job, not that of another on the same WPG while there are enough."""
+    found: dict[int, str] = {}
+    for job in sorted({job for group in groups for job in group}):
+        beside = {found.get(other) for group in groups if job in group for other in group}
+        turned = _JOBS[job % len(_JOBS) :] + _JOBS[: job % len(_JOBS)]
+        found[job] = next((colour for colour in turned if colour not in beside), turned[0])
+    return found
+
+
 def _gantt(axes: "Axes", ran: Ran, zoom_us: int | None = None) -> None:
     """Training WPGs that were shared first; only those that fit. ``zoom_us``: only so long,
     where most happens."""
     chart = ran.world.chart or []
-    title = f"{_name(ran)}: a colour is a job; red: switch, yellow: kept, grey: idle"
+    title = f"{_name(ran)}: a colour is a job; red: switch, black: kept, grey: idle"
     if zoom_us is not None:
         begin_us = busiest_us(chart, zoom_us)
         end_us = begin_us + zoom_us
@@ -194,13 +211,16 @@ def _gantt(axes: "Axes", ran: Ran, zoom_us: int | None = None) -> None:
     for stretch in chart:
         if stretch.wpg.startswith("train") and stretch.job is not None:
             jobs.setdefault(stretch.wpg, set()).add(stretch.job)
-    names = sorted(jobs, key=lambda name: (-len(jobs[name]), name))[:MOST_LANES]
-    palette = [f"C{number}" for number in range(10) if number not in (3, 7)]
+    names = sorted(jobs, key=lambda name: (-len(jobs[name]), natural(WpgId(name))))
+    if len(names) > MOST_LANES:
+        title += f" ({MOST_LANES} of {len(names)} WPGs)"
+        names = names[:MOST_LANES]
+    colours = _colours([jobs[name] for name in names])
     for row, name in enumerate(names):
         bars: dict[str, list[tuple[float, float]]] = {}
         for stretch in chart:
             if stretch.wpg == name:
-                colour = _COLOURS.get(stretch.activity) or palette[(stretch.job or 0) % 8]
+                colour = _COLOURS.get(stretch.activity) or colours.get(stretch.job or 0, _JOBS[0])
                 begin = stretch.start_us / _HOUR_US
                 bars.setdefault(colour, []).append((begin, stretch.stop_us / _HOUR_US - begin))
         for colour, spans in bars.items():

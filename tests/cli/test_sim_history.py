@@ -116,6 +116,7 @@ def test_a_history_becomes_a_trace_that_runs(plexrl: Plexrl, home: Path, tmp_pat
     assert (plain.priority, fast.priority) == (3, 12)
     assert (plain.phases.tool.stalls, plain.phases.tool.stall_s) == (1, 6)
     assert plain.phases.rollout_s.median == 14
+    assert plain.seed != fast.seed, "their steps are not alike"
     ran = plexrl("sim", "run", str(trace), "--gpus", "16", "--split", "1:1", "--json")
     assert ran.exit_code == 0, ran.stderr
     assert json.loads(ran.stdout)["jobs"] == 2

@@ -15,6 +15,7 @@ from plexrl_slurm.daemons.host_room import HostRoom
 from plexrl_slurm.daemons.host_tier import HostTier
 from plexrl_slurm.daemons.nvme_tier import NvmeTier
 from plexrl_slurm.memory import disk, nvme, swap, swap_manifest
+from plexrl_slurm.memory.files import publish_folder
 from plexrl_slurm.memory.images import Held
 from plexrl_slurm.memory.slab import read_header
 from plexrl_slurm.transport import messages as tm
@@ -278,7 +279,7 @@ def test_a_copy_that_the_disk_does_not_let_go_takes_its_bytes_until_it_does(
 def test_a_copy_whose_name_may_not_last_is_none_and_takes_no_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish = nvme.publish_folder
+    publish = publish_folder
 
     def publish_and_fail(part: Path, folder: Path) -> None:
         publish(part, folder)

@@ -7,7 +7,7 @@ import pytest
 from plexrl_slurm.core.ids import JobId, WpgId
 from plexrl_slurm.core.messages import Activity
 from plexrl_slurm.sim.cluster import Plan, split
-from plexrl_slurm.sim.plots import busiest_us, draw, utilisation
+from plexrl_slurm.sim.plots import _colours, busiest_us, draw, utilisation
 from plexrl_slurm.sim.records import Stretch
 from plexrl_slurm.sim.run import Ran, simulate
 from tests.sim.traces import alike
@@ -53,3 +53,10 @@ def test_the_part_that_is_drawn_large_has_most_jobs_at_work() -> None:
     kept = [stretch(42, job, Activity.KEPT) for job in (1, 2, 3)]
     assert busiest_us([*chart, *kept], 10) == 22
     assert busiest_us([], 10) == 0
+
+
+def test_jobs_that_share_a_wpg_have_colours_of_their_own_and_keep_them() -> None:
+    groups = [{1, 9, 17, 25}, {9, 33}, {2}]
+    colours = _colours(groups)
+    assert all(len({colours[job] for job in group}) == len(group) for group in groups)
+    assert len(_colours([set(range(1, 30))])) == 29
