@@ -271,10 +271,9 @@ class World:
                 assert found == passage.held.progress
             self.resident = ""
             await self._pass(passage, outgoing, progress)
-            for rank, path in enumerate(passage.loads):  # nobody wrote it meanwhile
-                found = loaded(path, incoming, rank) if rank == 0 else found
             self.loads += 1
-            if incoming in self.complete:
+            if incoming in self.complete:  # else its slab may be gone by now
+                found = loaded(passage.loads[0], incoming, 0)  # nobody wrote it meanwhile
                 self.resident, self.position, self.dirty = incoming, found, False
 
     def _replaceable(self, name: str) -> bool:
