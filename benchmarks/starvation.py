@@ -4,7 +4,7 @@
 bound is derived in ``tests/core/adversary.py``. A wait above it stops the run with its seed.
 """
 
-import sys
+import argparse
 from itertools import count
 from time import process_time
 
@@ -46,5 +46,8 @@ def main(facts: int, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    numbers = [int(word) for word in sys.argv[1:3]]
-    main(*(numbers + [1_000_000, 0][len(numbers) :]))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("facts", type=int, nargs="?", default=1_000_000)
+    parser.add_argument("seed", type=int, nargs="?", default=0)
+    given = parser.parse_args()
+    main(given.facts, given.seed)

@@ -7,7 +7,8 @@ example, a twentieth as many.
 * 1 no two functions overlap on a GPU: ``Core.start_run``; (world) ``test_scheduler_properties``; on
   shared GPUs (world) ``test_shared_properties``
 * 1 a gang is whole or nothing: ``test_placement_machine``, ``test_admission_properties``
-* 2 held = busy + switch + kept + idle + down, in integers: ``Core.books_are_exact``; with tails
+* 2 held = busy + switch + kept + idle + down, in integers: ``Core.books_are_exact``, and each is
+  what the WPG did: ``Core.charge``; with tails
   that are paused (world) ``test_tail_properties``
 * 3 affinity is constant: ``Core.start_run``, ``start_move``; with moves (world)
   ``test_node_properties``
@@ -41,6 +42,7 @@ from plexrl_slurm.core.costs import SwitchCosts
 from plexrl_slurm.core.ids import CallId, CauseId, DeploymentId
 from plexrl_slurm.core.messages import (
     WRITES,
+    Activity,
     AnyEvent,
     AnyInstruction,
     Call,
@@ -118,7 +120,9 @@ class Core(RuleBasedStateMachine):
         self.ended: dict[CallId, set[int]] = defaultdict(set)
         self.runs: dict[CallId, Run] = {}
         self.moves: dict[str, Switch | SaveImage] = {}
-        self.up: dict[str, bool] = {}
+        self.up: dict[str, bool] = dict.fromkeys(self.wpgs, False)
+        #: What the time since the last instructions may be called.
+        self.does = {wpg: {Activity.DOWN} for wpg in self.wpgs}
         self.draining: set[str] = set()
         self.charged_us: dict[str, int] = dict.fromkeys(self.wpgs, SECOND)
         self.held: dict[str, int] = dict.fromkeys(self.wpgs, 0)
@@ -184,6 +188,15 @@ class Core(RuleBasedStateMachine):
                     assert at_us >= self.planned_us - HOLD_US
                 case _:
                     pass
+        self.does = {wpg: self.doing(wpg) for wpg in self.wpgs}
+
+    def doing(self, wpg: str) -> set[Activity]:
+        """What its time is called while nothing changes."""
+        if not self.up[wpg]:
+            return {Activity.DOWN}
+        if self.running_on(wpg):
+            return {Activity.BUSY}
+        return {Activity.SWITCH} if wpg in self.moves else {Activity.IDLE, Activity.KEPT}
 
     def start_run(self, order: Run) -> None:
         asked, here = self.calls[order.call], self.running_on(order.wpg)
@@ -229,6 +242,7 @@ class Core(RuleBasedStateMachine):
         begun_us = self.charged_us[order.wpg]
         assert begun_us in (order.start_us, order.stop_us), "a gap or an overlap in the books"
         assert type(order.gpu_us) is int and order.stop_us > order.start_us
+        assert order.activity in self.does[order.wpg], "it did something else"
         self.charged_us[order.wpg] = order.stop_us
         self.held[order.wpg] += order.gpu_us
 

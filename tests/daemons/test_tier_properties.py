@@ -11,16 +11,20 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.core.effort import effort, tried
-from tests.daemons.tier_world import World
+from tests.daemons.tier_world import IMAGE, World
 from tests.memory.faults import BROKEN, FAULTS, FULL, SHORT, STOP, TEAR
 
 #: Thousands of folders are made and removed: not on a disk, if that can be.
 SCRATCH = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 FEW = effort(60, costs=20)
+#: Of lives in which the disk had room for all: whether memory was full.
+FULL_TIERS: list[bool] = []
 
 
-async def life(world: World, *, events: int, kills: float, cuts: float, flips: float = 0.0) -> None:
-    """A random program."""
+async def life(
+    world: World, *, events: int, kills: float, cuts: float, flips: float = 0.0, copies: int = 9
+) -> None:
+    """A random program; at most ``copies`` go to the durable tier at once."""
     rng = world.rng
     await world.start()
     for _ in range(events):
@@ -41,7 +45,10 @@ async def life(world: World, *, events: int, kills: float, cuts: float, flips: f
         elif what < 0.65:
             world.spawn(world.save())
         elif what < 0.75:
-            world.spawn(world.persist(rng.choice([*names, world.resident or names[0]])))
+            name = rng.choice([*names, world.resident or names[0]])
+            if len(world.persisting) < copies:
+                world.spawn(world.persist(name))
+                await asyncio.sleep(0)  # it has begun
         elif what < 0.85:
             world.expect(rng.choice([*names, ""]))
         elif what < 0.9:
@@ -129,6 +136,31 @@ def test_an_image_is_never_lost_and_never_wrong(
 
     play(seed, scene, slots=slots, copies=copies)
     tried("tiers: lives")
+
+
+@effort(30, costs=20)
+@given(seed=st.integers(0, 2**32), kills=st.sampled_from([0.0, 0.05]), slots=st.integers(4, 6))
+def test_host_memory_is_never_exceeded_where_the_disk_has_room(
+    seed: int, kills: float, slots: int
+) -> None:
+    """At no step of a disk, in the middle of switches, saves, reads ahead and a copy to the durable
+    tier. Several of those at once may hold more images than there is room for beside a switch;
+    then it is exceeded, and said."""
+    world = play(
+        seed,
+        lambda world: asyncio.run(life(world, events=60, kills=kills, cuts=0.0, copies=1)),
+        slots=slots,
+        copies=9,
+    )
+    assert world.most_bytes <= slots * IMAGE
+    FULL_TIERS.append(world.most_bytes == slots * IMAGE)
+    tried("tiers: memory")
+
+
+def test_those_programs_have_filled_the_memory() -> None:
+    if not FULL_TIERS:
+        test_host_memory_is_never_exceeded_where_the_disk_has_room()
+    assert sum(FULL_TIERS) > len(FULL_TIERS) / 3
 
 
 def test_the_random_programs_write_over_images_and_are_killed_meanwhile() -> None:

@@ -68,6 +68,8 @@ class World:
         #: What the daemon heard of damage.
         self.told: list[str] = []
         self.loads = self.restarts = self.cuts = self.overs = 0
+        #: The most bytes of host memory that slabs ever had, at any step of a disk.
+        self.most_bytes = 0
         (root / "durable").mkdir(parents=True)
 
     # -- the machine -------------------------------------------------------------------------
@@ -82,6 +84,9 @@ class World:
         monkeypatch.setattr(host_room, "REST_US", 0)
 
     def _pause(self) -> None:
+        folder = self.root / "host"
+        slabs = [path.stat().st_size for path in folder.rglob("slot-*") if path.exists()]
+        self.most_bytes = max(self.most_bytes, sum(slabs))
         worker = self._threads.get(threading.get_ident())
         if worker is not None:
             worker.pause()

@@ -1,13 +1,13 @@
 """Any trace: every job ends, alone as if it were alone, and none trains on old weights."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plexrl_slurm.core.ids import JobId
-from plexrl_slurm.core.messages import FunctionKind
+from plexrl_slurm.core.ids import CallId, JobId
+from plexrl_slurm.core.messages import AnyInstruction, Call, Finish, FunctionKind, Run
 from plexrl_slurm.core.policy import POLICIES
 from plexrl_slurm.sim.cluster import PLACEMENTS, Cluster, Plan
 from plexrl_slurm.sim.run import simulate
@@ -17,6 +17,8 @@ from tests.core.effort import effort, tried
 from tests.sim.traces import job
 
 CLUSTER = Cluster(train_gpus=32, rollout_gpus=32)
+#: By mode: how many versions old weights were.
+LAGS: dict[str, set[int]] = {"sync": set(), "async1": set()}
 
 
 def made(number: int, draw: tuple[str, int, int, int, float, float, int]) -> TraceJob:
@@ -40,21 +42,47 @@ TRACES = st.lists(JOBS, min_size=1, max_size=7).map(
 
 
 class Watched(World):
-    """Sees with which weights each rollout begins."""
+    """Sees in what the core says, not in what controllers count, with which weights each rollout
+    begins, and that it has ended before it is trained on."""
 
     def __init__(self, *args: object, **options: object) -> None:
         super().__init__(*args, **options)  # type: ignore[arg-type]
-        self.lags: dict[JobId, list[int]] = defaultdict(list)
-        self.versions: dict[JobId, list[int]] = defaultdict(list)
+        #: Of each job: publishes and whole rollouts that were answered.
+        self.published: Counter[JobId] = Counter()
+        self.sampled: Counter[JobId] = Counter()
+        #: By call: the first and the last of a rollout, and its number.
+        self.firsts: dict[CallId, int] = {}
+        self.lasts: set[CallId] = set()
+        self.begun: dict[JobId, list[int]] = defaultdict(list)
+        #: Published when each rollout began to run.
+        self.versions: dict[JobId, dict[int, int]] = defaultdict(dict)
 
     def call(self, job: JobId, kind: FunctionKind, seq: int, length_us: int) -> None:
-        controller = self._controllers.get(job)
-        # A rollout with stalls is several calls.
-        if controller is not None and controller._begun > len(self.lags[job]):
-            published = controller.steps
-            self.lags[job].append(controller._begun - 1 - published)
-            self.versions[job].append(published)
+        if kind is FunctionKind.SAMPLE:
+            controller, name = self._controllers[job], CallId(f"rollout-{job}/{seq}")
+            number = controller._begun - 1
+            if number == len(self.begun[job]):
+                self.firsts[name] = number
+                self.begun[job].append(number)
+            if not controller._parts:  # after the tools that it waited for last
+                self.lasts.add(name)
         super().call(job, kind, seq, length_us)
+
+    def _do(self, instructions: list[AnyInstruction]) -> None:
+        for order in instructions:
+            if isinstance(order, Run | Finish):
+                self.see(order, self._calls[order.call][0])
+            super()._do([order])
+
+    def see(self, order: Run | Finish, call: Call) -> None:
+        job, kind = call.job, call.kind
+        if isinstance(order, Finish):
+            self.published[job] += kind is FunctionKind.PUBLISH
+            self.sampled[job] += call.id in self.lasts
+        elif call.id in self.firsts:  # one that is lost with its node runs again
+            self.versions[job].setdefault(self.firsts[call.id], self.published[job])
+        elif kind is FunctionKind.FORWARD and not order.replay:
+            assert self.sampled[job] > self.published[job], "it trains on what is not sampled"
 
 
 @effort(25)
@@ -78,13 +106,21 @@ def test_every_job_ends_and_trains_on_weights_one_step_old_at_most(
     for number, record in world.records.items():
         assert record.end_us >= record.start_us >= record.submit_us
         ahead = 1 if record.job.trace.overlaps else 0
-        assert len(world.lags[number]) == record.job.trace.length
-        assert all(0 <= lag <= ahead for lag in world.lags[number])
-        assert world.versions[number] == sorted(world.versions[number]), "versions never go back"
+        versions = world.versions[number]
+        assert sorted(versions) == list(range(record.job.trace.length))
+        assert all(0 <= rollout - version <= ahead for rollout, version in versions.items())
+        LAGS[record.job.trace.mode] |= {rollout - version for rollout, version in versions.items()}
     assert sum(world.gpu_us.values()) == sum(world._group_us.values()) + sum(
         record.own_gpu_us for record in world.records.values()
     )
     tried("traces")
+
+
+def test_those_that_sample_ahead_had_weights_one_step_old_and_others_never() -> None:
+    if not LAGS["sync"]:
+        test_every_job_ends_and_trains_on_weights_one_step_old_at_most()
+    assert LAGS["sync"] == {0}
+    assert LAGS["async1"] == {0, 1}
 
 
 @effort(15)
