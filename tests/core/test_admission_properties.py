@@ -102,8 +102,8 @@ class Town:
         return total
 
     def check_memory(self) -> None:
-        """Whole images lie in a node's memory or on its disk; in memory there is also a spare slab
-        for each training WPG, as large as its largest image."""
+        """Images lie in a node's memory or on its disk, where all are alike as wholes; in memory
+        there is also a spare slab for each training WPG, as large as its largest image."""
         for node in ("a", "b"):
             here = [s for s in self.sites if s.wpg.pool is Pool.TRAIN and node in s.at]
             images, spares = [], 0
@@ -123,7 +123,9 @@ class Town:
                     in_memory |= {others + image for others in in_memory}
                 room = 24 * GIB - spares
                 best = max((each for each in in_memory if each <= room), default=-1)
-                assert best >= 0 and sum(images) - best <= disk, f"node {node} has no room"
+                assert sum(images) - room <= disk and room >= 0, f"node {node} has no room"
+                if len(set(images)) == 1:
+                    assert sum(images) - best <= disk, f"on node {node} an image would be cut"
                 SEEN["full"] += sum(images) + spares > 0.8 * (24 * GIB + disk)
 
     def check_alone(self) -> None:
